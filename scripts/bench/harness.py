@@ -143,9 +143,9 @@ def _peak() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def write_measured(page: str, text: str) -> None:
-    """Write what was measured into a page of docs/, between its two marks."""
+def write_measured(page: str, text: str, mark: str = "measured") -> None:
+    """Write what was measured into a page of docs/, between a mark and the end mark after it."""
     path = Path(__file__).parents[2] / "docs" / page
-    before, _, rest = path.read_text().partition("<!-- measured -->\n")
+    before, begin, rest = path.read_text().partition(f"<!-- {mark} -->\n")
     after = rest.partition("<!-- end -->")[2]
-    path.write_text(f"{before}<!-- measured -->\n{text}\n<!-- end -->{after}")
+    path.write_text(f"{before}{begin}{text}\n<!-- end -->{after}")

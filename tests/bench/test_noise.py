@@ -22,4 +22,5 @@ def test_the_noise_of_resampled_batches_and_the_cost_are_printed(tmp_path, monke
     noise.main([str(tmp_path), f"--out={tmp_path / 'runs'}", *small])
     said = capsys.readouterr().out
     assert re.search(r"30 batches of 4 prompts .* a noise scale of \d+ samples", said)
-    assert re.search(r"32 tokens take [\d.]+ times as long with sketches", said)
+    assert re.search(r"products of the gradients by [\d.]+% of the product of their norms", said)
+    assert re.search(r"For 32 tokens that is [\d.]+% of the passes", said)

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from loguru import logger
 
 from lightrft.app.cli import command_parser, read_arguments, read_command_line, user_errors
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import ConfigError, refuse
 from lightrft.config.facts import RunFacts
 from lightrft.config.paths import check_paths
 from lightrft.config.sections import PPO, Config
@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> None:
         if options.advice:
             from lightrft.extras.tune.advice import advice
 
-            sys.stdout.write("".join(f"{line}\n" for line in advice(config, options.command)))
+            sys.stdout.write(
+                "".join(f"{line}\n" for line in advice(config, options.command, flags))
+            )
             return
         _search(options, flags, config)
 
@@ -77,7 +79,7 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
 
     written = space.written_values(config)
     asked = {name: getattr(options, name) for name in ("command", "over", "ranks")}
-    question = asked | {"configuration": written, "metric": metric, "direction": minimize}
+    question = asked | {"metric": metric, "minimize": minimize} | written
     seed = config.train.seed
     study = Study(options.out, question, parameters, minimize=minimize, seed=seed)
     launcher = Launcher(command, flags, metric, options.ranks, devices)
@@ -87,6 +89,8 @@ def _search(options: Namespace, flags: list[str], config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
+    data, length = config.data.prompt_data, f"{config.train.max_steps or 'all'} steps"
+    logger.info(f"{command}: {config.model.pretrain} learns {data} in {length}; {metric} decides")
     try:
         search.run()
     except KeyboardInterrupt:
@@ -107,7 +111,10 @@ def default_metric(config: Config, command: str) -> str:
 
 
 def evaluations(config: Config, metric: str) -> list[str]:
-    """Return the flags that measure held-out data where trials are compared."""
+    """Return the flags that measure held-out data where trials are compared.
+
+    Raise ConfigError if the metric is not measured, or comes too late.
+    """
     from lightrft.extras.tune.trials import SHARES
 
     train = config.train
@@ -117,9 +124,9 @@ def evaluations(config: Config, metric: str) -> list[str]:
         raise ConfigError(f"--metric {metric} needs held-out data: add --eval_data FILE")
     if train.max_steps is not None:
         first = math.ceil(train.max_steps * SHARES[0])
-        if train.eval_steps > 2 * first:
-            late = f"trials are first compared after a ninth of --max_steps, so write {first}"
-            raise ConfigError(f"--eval_steps {train.eval_steps}: {late} or leave it out")
+        late = f"trials are first compared after a ninth of --max_steps, so write {first} or less"
+        steps = {"eval_steps": train.eval_steps, "logging_steps": config.observe.logging_steps}
+        refuse([f"--{name} {each}: {late}" for name, each in steps.items() if each > 2 * first])
         return [] if train.eval_steps > 0 else [f"--eval_steps={first}"]
     if train.eval_steps < 1:
         raise ConfigError(f"--metric {metric} needs evaluations: add --eval_steps or --max_steps")

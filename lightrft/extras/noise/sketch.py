@@ -25,7 +25,8 @@ class Sketcher:
 
     def __init__(self, device: torch.device):
         generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(2, (ROWS, COUNTERS), generator=generator, dtype=torch.int8) * 2 - 1
+        # of floats, because products of two types take several times as long
+        signs = torch.randint(2, (ROWS, COUNTERS), generator=generator) * 2.0 - 1
         self.signs = signs.to(device)
 
     def add(self, counters: Tensor, gradient: Tensor, first_block: int) -> None:
@@ -36,8 +37,10 @@ class Sketcher:
         for number, block in enumerate(
             gradient.detach().flatten().split(SKETCHED_AT_ONCE), first_block
         ):
-            rows = F.pad(block, (0, -len(block) % COUNTERS)).view(-1, COUNTERS)
-            signed = (rows * self.signs[: len(rows)]).sum(0, dtype=torch.float32)
+            if missing := -len(block) % COUNTERS:
+                block = F.pad(block, (0, missing))
+            rows = block.view(-1, COUNTERS)
+            signed = (rows * self.signs[: len(rows)]).sum(0)
             # Equal places of two blocks have equal signs, so they must not share a counter.
             counters += signed.roll(number * STRIDE)
 

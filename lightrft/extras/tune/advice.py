@@ -1,7 +1,8 @@
 """Where a search can start: learning rate and batch by rules of the literature, with their sources."""
 
 import math
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,13 +20,14 @@ AROUND = math.sqrt(10)
 RECENT_MEASURES = 10
 
 
-def advice(config: Config, command: str) -> Iterator[str]:
-    """Yield sentences about the learning rate and the batch of a run."""
+def advice(config: Config, command: str, flags: Sequence[str]) -> Iterator[str]:
+    """Yield sentences about the learning rate and the batch of a run with these flags."""
     starts = rates(config, command)
     yield from (f"--learning_rate {rate:.2g}: {rule}" for rate, rule in starts)
     low, high = (starts[-1][0] * factor for factor in (1 / AROUND, AROUND))
     yield SENTENCES["start"]
-    yield f"    --over learning_rate={low:.1e}..{high:.1e}:log"
+    words = shlex.join(["lightrft", "tune", command, *flags])
+    yield f"    {words} --over learning_rate={low:.1e}..{high:.1e}:log"
     if command in PPO:  # the others do not measure it
         yield from batches(config)
 

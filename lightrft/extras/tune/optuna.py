@@ -55,8 +55,12 @@ class Study:
         # What was asked before decides what the trials in the file mean.
         self.question = json.loads(json.dumps(question, default=str))
         before = kept.get("question", self.question)
-        if changed := [name for name in question if before.get(name) != self.question[name]]:
-            other = f"{folder} has a search with another {', '.join(changed)}"
+        if changed := [
+            f"{name} {before.get(name, 'unset')} -> {self.question.get(name, 'unset')}"
+            for name in {**before, **self.question}
+            if before.get(name, "unset") != self.question.get(name, "unset")
+        ]:
+            other = f"{folder} has another search ({'; '.join(changed)})"
             raise ConfigError(f"{other}: choose another --out, or repeat the command as it was")
         self.seconds: float = kept.get("seconds", 0.0)
         """Seconds of all calls."""
@@ -107,6 +111,7 @@ class Study:
             for _ in range(MOST_PROPOSALS):
                 proposed = study.ask(self.distributions).params
                 yield {each.name: _rounded(each, proposed[each.name]) for each in self.parameters}
+
         for _ in range(MOST_DRAWS):
             yield self._values(generator.random(len(self.parameters)))
 
@@ -116,10 +121,10 @@ class Study:
         return {each.name: _rounded(each, each.at(share)) for each, share in pairs}
 
     def export(self) -> None:
-        """Write study.db, which Optuna's own tools read."""
-        file = self.folder / "study.db"
-        file.unlink(missing_ok=True)
-        storage = f"sqlite:///{file}"
+        """Write study.db, which Optuna's own tools read, also while the search goes on."""
+        unfinished = self.folder / "study.part"
+        unfinished.unlink(missing_ok=True)
+        storage = f"sqlite:///{unfinished}"
         study = optuna.create_study(storage=storage, study_name="tune", direction=self.direction)
         for trial in self.trials:
             ended = TrialState.PRUNED if trial.values else TrialState.WAITING
@@ -127,6 +132,7 @@ class Study:
             state = TrialState.FAIL if trial.reason else state
             value = fmean(trial.results) if state == TrialState.COMPLETE else None
             study.add_trial(self._frozen(trial, state, value))
+        unfinished.replace(self.folder / "study.db")
 
     def _frozen(self, trial: Trial, state: TrialState, value: float | None) -> FrozenTrial:
         return create_trial(

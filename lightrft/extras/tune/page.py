@@ -82,7 +82,10 @@ class Findings:
         console.print(table)
         price = f"{sum(each.tokens for each in self.trials):,} tokens"
         time = duration(sum(each.seconds for each in self.trials))
-        console.print(f"{len(self.trials)} trials, {price}, {time} of runs")
+        trials = f"{len(self.trials)} trials"
+        if len(self.trials) < self.search.num_trials:
+            trials = f"{len(self.trials)} of {self.search.num_trials} trials when the budget ended"
+        console.print(f"{trials}, {price}, {time} of runs")
         console.print(self.certainty, markup=False)
 
     def write(self) -> list[Path]:

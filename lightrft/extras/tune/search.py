@@ -71,8 +71,12 @@ class Search:
 
         A second call continues, also with more trials, seeds or time than the first one.
         """
+        share = 0.0
         try:
             while self.spent < 1 and (jobs := self.next_jobs()):
+                if jobs[0][1] != share:  # all trials have come to the last one
+                    self.study.export()
+                    share = jobs[0][1]
                 self.advance(jobs)
         finally:
             self.study.export()

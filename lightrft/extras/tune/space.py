@@ -12,6 +12,7 @@ from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config, aliases, field_types, fields_read, section_of_field
 from lightrft.config.tables import table
 from lightrft.config.values import nearest, typed_value
+from lightrft.extras.compat import counterparts
 
 LOW_AND_HIGH = re.compile(r"(?P<low>[^:,]+)\.\.(?P<high>[^:,]+?)(?P<log>:log)?")
 OVER_FORMS = "NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=ONE,OTHER"
@@ -61,7 +62,9 @@ def _parameter(word: str, command: str) -> Parameter:
         raise ConfigError(f"--over {word}: write {OVER_FORMS}")
     known = fields_read(command)
     if name not in known:
-        raise ConfigError(f"--over {name}: {command} has no such option{nearest(name, known)}")
+        theirs = counterparts.names("trl")
+        hint = f"; {counterparts.answer(theirs[name])}" if name in theirs else nearest(name, known)
+        raise ConfigError(f"--over {name}: {command} has no such option{hint}")
     if reason := (OUT_OF_PLACE["everywhere"] | OUT_OF_PLACE["over"]).get(name):
         raise ConfigError(f"--over {name}: {reason}")
 
@@ -106,9 +109,13 @@ def written_values(config: Config) -> dict[str, Any]:
 
 def refusal(values: Mapping[str, Any], flags: Sequence[str], command: str, ranks: int) -> str:
     """Return why the configuration refuses a combination; empty if it does not."""
+    from lightrft.algorithms.unread import unread_flags
+
     try:
-        resolve(read_command_line([*flags, *as_flags(values)], command), command, ranks)
-    except ConfigError as error:
+        config = read_command_line([*flags, *as_flags(values)], command)
+        resolve(config, command, ranks)
+        unread_flags(config.algorithm)  # which looks up the names of functions
+    except ValueError as error:
         return str(error)
     return ""
 

@@ -99,6 +99,17 @@ def test_optuna_reads_the_study(tmp_path):
     assert list(study.best_trial.intermediate_values) == [10, 30, 90]
 
 
+def test_optuna_reads_the_study_while_the_search_runs(tmp_path):
+    class Reading(CurveLauncher):
+        def advance(self, folder, flags, share, slot=None):
+            states.setdefault(share, [each.state.name for each in optunas(tmp_path).trials])
+            return super().advance(folder, flags, share, slot)
+
+    states = {}
+    search_of(tmp_path, Reading(rising)).run()
+    assert states == {SHARES[0]: ["WAITING"], SHARES[1]: ["PRUNED"] * 6, SHARES[2]: ["PRUNED"] * 6}
+
+
 def test_a_second_call_continues_where_the_first_was_cut(tmp_path):
     whole = [each.values for each in search_of(tmp_path / "whole", CurveLauncher(rising)).run()]
 
@@ -123,7 +134,7 @@ def test_a_second_call_continues_where_the_first_was_cut(tmp_path):
 def test_another_question_needs_another_folder(tmp_path):
     search_of(tmp_path, CurveLauncher(rising)).run()
 
-    with pytest.raises(ConfigError, match="another over"):
+    with pytest.raises(ConfigError, match=r"over learning_rate=0\.1,.* -> learning_rate=0\.1,0\.9"):
         search_of(tmp_path, CurveLauncher(rising), over="learning_rate=0.1,0.9")
 
 
@@ -199,11 +210,13 @@ def test_a_trial_that_its_forecast_rules_out_ends_early(tmp_path):
     assert len(search.promoted(trials, 2)) == 2
 
 
-def test_no_trial_begins_after_half_of_the_budget(tmp_path):
+def test_no_trial_begins_after_half_of_the_budget(tmp_path, capsys):
     search = search_of(tmp_path, CurveLauncher(rising), budget=1000.0)
     search.began -= 600
     ranked = search.run()
     assert [len(each.values) for each in ranked] == [3]
+    Findings(search).print()
+    assert "1 of 9 trials when the budget ended" in capsys.readouterr().out
 
     search = search_of(tmp_path / "none", CurveLauncher(rising), budget=1000.0)
     search.began -= 1100
@@ -507,7 +520,7 @@ def test_the_question_has_the_content_of_the_file_but_not_how_long_to_search(
         file.write_text(file.read_text().replace("0.1", "0.2"))
         with pytest.raises(SystemExit):
             tune.main(words)
-        assert "another configuration" in capsys.readouterr().err
+        assert "another search (l2 0.1 -> 0.2)" in capsys.readouterr().err
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

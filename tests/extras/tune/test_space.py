@@ -47,6 +47,7 @@ def test_a_question_is_read(word, parameter):
         ([], "say what to search"),
         (["learning_rate"], "write NAME=LOW..HIGH"),
         (["lerning_rate=1,2"], "did you mean learning_rate?"),
+        (["lr=1e-4,1e-3"], "no such option; write --learning_rate"),
         (["beta=0.1,0.2"], "train_ppo has no such option"),
         (["learning_rate=1e-5..fast"], "expected a number, not 'fast'"),
         (["n_samples_per_prompt=4,8.5"], "expected an integer, not '8.5'"),
@@ -74,6 +75,13 @@ def test_a_value_that_an_option_refuses_is_refused_with_its_message():
     with pytest.raises(
         ConfigError, match="(?s)--learning_rate=3.0 is refused.*must be between 0 and 1"
     ):
+        check_values(parameters, FLAGS, "train_ppo", 1)
+
+
+def test_a_name_that_no_registry_knows_is_refused_with_the_nearest_one():
+    parameters = read_parameters(["advantage_estimator=grpo,rlo"], "train_ppo")
+
+    with pytest.raises(ConfigError, match="rlo: no advantage estimator .* did you mean 'rloo'?"):
         check_values(parameters, FLAGS, "train_ppo", 1)
 
 
@@ -139,7 +147,11 @@ def test_metrics_of_all_commands_have_a_direction(command):
         (["--metric=train/own", "--minimize", "--maximize"], "add --maximize or --minimize"),
         (["--metric=rollout/reward", "--minimize"], "higher is better, not the contrary"),
         (["--metric=rollout/reward", "--fork_from=runs/one"], "--fork_from in a search"),
-        (["--eval_data=README.md", "--max_steps=90", "--eval_steps=30"], "write 10 or leave it"),
+        (["--eval_data=README.md", "--max_steps=90", "--eval_steps=30"], "write 10 or less"),
+        (
+            ["--eval_data=README.md", "--max_steps=90", "--logging_steps=30"],
+            "logging_steps 30: trials",
+        ),
         (["--metric=eval/accuracy"], "needs held-out data: add --eval_data FILE"),
         (["--metric=eval/own", "--maximize"], "needs held-out data: add --eval_data FILE"),
         (["--eval_data=README.md"], "add --eval_steps or --max_steps"),
