@@ -469,8 +469,14 @@ class TrainPpoFlags(TypedDict, total=False):
     """Peak learning rate of the critic, if there is one."""
     draft_learning_rate: float
     """Peak learning rate of the model of --speculative draft. It learns from the responses of each step, so that more drafts are accepted. 0: --draft_pretrain is not trained."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
     optimizer: Literal['adamw', 'muon']
@@ -737,8 +743,14 @@ class TrainSftFlags(TypedDict, total=False):
     """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs the position of each rank."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
     optimizer: Literal['adamw', 'muon']
@@ -986,8 +998,14 @@ class TrainRmFlags(TypedDict, total=False):
     """Multiply each head's score by a positive factor that is learned with the model, and is not part of the exported model."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
     optimizer: Literal['adamw', 'muon']
@@ -1223,8 +1241,14 @@ class TrainPrmFlags(TypedDict, total=False):
     """Column of a single answer that --label_key judges: a text, a list of chat messages, or a whole conversation; for train_prm a list of texts, the steps, and the label is a list, too. Unset: completion, or completions for train_prm."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
     optimizer: Literal['adamw', 'muon']
@@ -1470,8 +1494,14 @@ class TrainDpoFlags(TypedDict, total=False):
     """DPO: compute the log-probs of the reference once before training, with the model that training starts from, so that no second model is kept."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
     optimizer: Literal['adamw', 'muon']
@@ -1715,8 +1745,14 @@ class TrainKtoFlags(TypedDict, total=False):
     """KTO: weight of the rows with a bad answer."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
     optimizer: Literal['adamw', 'muon']

@@ -70,6 +70,7 @@ CHAT_TEMPLATE = "--apply_chat_template"
 DIVERGENCE = "--init_kl_coef or --measure_kl"
 A_TEACHER = "--distill_coef"
 A_WATCH = "--canaries or --shadow_reward"
+WITH_FLOOR = "--lr_scheduler cosine, wsd or polynomial"
 EARLY_OUTPUTS = "--init_kl_coef, --max_epochs 2, a critic, or a reward model"
 """What several fields need."""
 
@@ -987,8 +988,18 @@ class OptimSection(Section, commands=TRAINING):
     draft_learning_rate: float = option(0.0, LEARNING_RATE, commands=PPO)
     """Peak learning rate of the model of --speculative draft. It learns from the responses of each
     step, so that more drafts are accepted. 0: --draft_pretrain is not trained."""
-    lr_scheduler: Literal["cosine", "constant"] = "cosine"
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal["cosine", "constant", "linear", "wsd", "inverse_sqrt", "polynomial"] = (
+        "cosine"
+    )
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls
+    from the warm-up on, and wsd is constant until it decays in the last steps (arXiv
+    2404.06395)."""
+    lr_min_ratio: float = option(0.1, BELOW_1, needs=WITH_FLOOR)
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float = option(0.1, PROBABILITY, needs="--lr_scheduler wsd")
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float = option(1.0, POSITIVE, needs="--lr_scheduler polynomial")
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float = option(0.03, SHARE)
     """Share of all optimizer steps used for the warm-up."""
     optimizer: Literal["adamw", "muon"] = "adamw"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -442,14 +442,19 @@ class StrategyBase(Backend):
         )
 
     def create_scheduler(
-        self,
-        optimizer: Optimizer,
-        kind: Literal["cosine", "constant"],
-        warmup_steps: int,
-        total_steps: int,
+        self, optimizer: Optimizer, kind: str, warmup_steps: int, total_steps: int
     ) -> LRScheduler:
-        """Build a schedule: linear warm-up, then a cosine to 10 % of the peak, or constant."""
-        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
+        """Build a schedule: linear warm-up, then a `kind` of --lr_scheduler with its options."""
+        optim = self.config.optim
+        return create_lr_scheduler(
+            optimizer,
+            kind,
+            warmup_steps,
+            total_steps,
+            min_ratio=optim.lr_min_ratio,
+            decay_ratio=optim.lr_decay_ratio,
+            power=optim.lr_power,
+        )
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Distribute modules in place.

@@ -3,13 +3,12 @@
 BitSums also records what a step has read and written, so that two runs can be compared.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,8 @@ Axes = frozenset[str]
 FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
 
-FLOOR = 0.1
-"""Final learning rate of the cosine as a fraction of the peak."""
+LONG_NAMES = {"cosine": "cosine_with_min_lr", "wsd": "warmup_stable_decay"}
+"""Names of schedules in transformers, where they are other ones."""
 
 SUM_BLOCK = 2**21
 """Words that sum_of_bits() multiplies at a time."""
@@ -71,28 +70,53 @@ def create_adamw(
 
 
 def create_lr_scheduler(
-    optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
+    optimizer: Optimizer,
+    kind: str,
+    warmup_steps: int,
+    total_steps: int,
+    *,
+    min_ratio: float = 0.1,
+    decay_ratio: float = 0.1,
+    power: float = 1.0,
 ) -> LambdaLR:
-    """Build a schedule: linear warm-up to the optimizer's rate, then constant or a cosine.
+    """Build a schedule: linear warm-up to the optimizer's rate, then what transformers computes.
 
-    The cosine ends at 10 % of that rate at `total_steps`. The first step's rate is 1 / warmup_steps
-    of the peak, not 0.
+    `min_ratio` is the share of that rate at which cosine, wsd and polynomial end at `total_steps`,
+    `decay_ratio` the share of the steps that the decay of wsd takes, and `power` the exponent of
+    polynomial. The first step's rate is 1 / warmup_steps of the peak, not 0. The rate after
+    `total_steps` is the last one. Raises ValueError for other kinds or numbers of steps.
     """
-    if kind not in ("cosine", "constant"):
-        raise ValueError(f"unknown lr_scheduler {kind!r}; known: cosine, constant")
+    # It takes a second to import.
+    from transformers.optimization import get_scheduler
+
+    decay_steps = min(round(decay_ratio * total_steps), total_steps - warmup_steps)
+    settings = {
+        "constant": {},
+        "linear": {},
+        "cosine": {"min_lr_rate": min_ratio},
+        "wsd": {"min_lr_ratio": min_ratio, "num_decay_steps": decay_steps},
+        "inverse_sqrt": {},
+        "polynomial": {"lr_end": min_ratio, "power": power},
+    }
+    if kind not in settings:
+        raise ValueError(f"unknown lr_scheduler {kind!r}; known: {', '.join(settings)}")
     if warmup_steps < 0 or total_steps < 1:
         raise ValueError(
             f"a schedule needs warmup_steps >= 0 and total_steps >= 1, not {warmup_steps} and"
             f" {total_steps}"
         )
 
+    # Its rates are the factors.
+    unit = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=1.0)
+    name = LONG_NAMES.get(kind, kind)
+    (after_warmup,) = get_scheduler(
+        name, unit, warmup_steps, total_steps, settings[kind]
+    ).lr_lambdas
+
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
-        if kind == "constant":
-            return 1.0
-        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+        return after_warmup(min(step, total_steps))
 
     return LambdaLR(optimizer, factor)
 
