@@ -41,7 +41,12 @@ from lightrft.models.parallel.mesh import Mesh, process_rank, world_axis
 from lightrft.models.parallel.processes import RunProcesses
 from lightrft.models.weight_sync.stream import persistent_buffers, unwrap
 from lightrft.strategy.backends.base import Backend, draw_by_data_rank
-from lightrft.strategy.backends.optim import create_adamw, create_lr_scheduler, parameter_names
+from lightrft.strategy.backends.optim import (
+    create_adamw,
+    create_lr_scheduler,
+    create_sgd,
+    parameter_names,
+)
 from lightrft.strategy.batching.micro_batches import B, find_shared_prefixes, redistribute
 from lightrft.strategy.batching.planner import MIN_SAVING
 from lightrft.strategy.batching.sample_store import MemoryStore
@@ -431,11 +436,12 @@ class StrategyBase(Backend):
 
         FSDP2 builds what --optimizer says. Raises ConfigError if this strategy cannot.
         """
-        create = create_adamw if self.config.optim.optimizer == "adamw" else self._muon_of(model)
+        plain = {"adamw": create_adamw, "sgd": create_sgd}
+        create = plain.get(self.config.optim.optimizer) or self._creator(model)
         return create(model, lr, (betas[0], betas[1]), weight_decay, eps)
 
-    def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
-        """Return the function that builds Muon as create_adamw() builds AdamW, if there is one."""
+    def _creator(self, model: nn.Module) -> Callable[..., Optimizer]:
+        """Return the function that builds --optimizer as create_adamw() builds AdamW."""
         raise ConfigError(
             f"--optimizer {self.config.optim.optimizer} needs FSDP2: {type(self).__name__} is"
             " another strategy"

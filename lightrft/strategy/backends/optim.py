@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrft.models.parallel.device import current_device, local_tensor
@@ -47,26 +47,35 @@ MIXING_FACTOR = 0x2545F4914F6CDD1D
 def create_adamw(
     model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, eps: float
 ) -> Optimizer:
-    """Build AdamW over the trainable parameters.
+    """Build AdamW over the trainable parameters; only matrices decay."""
+    groups = decay_groups(model, weight_decay)
+    # Empty parameters will be materialized on the current device.
+    trainable = chain.from_iterable(group["params"] for group in groups)
+    devices = {current_device() if p.is_meta else p.device for p in trainable}
+    fused = all(device.type in FUSED_ON for device in devices)
+    return AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
 
-    Matrices decay; norms and biases (fewer than two dims) do not.
+
+def create_sgd(model: nn.Module, lr: float, _: Any, weight_decay: float, *__: Any) -> Optimizer:
+    """Build SGD without momentum over the trainable parameters; only matrices decay."""
+    return SGD(decay_groups(model, weight_decay), lr)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the groups of the trainable parameters: matrices, and what does not decay.
+
+    Those are norms and biases (fewer than two dims). Raises ValueError if nothing is trainable.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ValueError(
-            f"create_optimizer: no parameter of {type(model).__name__} requires a gradient"
-        )
+        name = type(model).__name__
+        raise ValueError(f"create_optimizer: no parameter of {name} requires a gradient")
 
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # Empty parameters will be materialized on the current device.
-    devices = {current_device() if p.is_meta else p.device for p in trainable}
-    fused = all(device.type in FUSED_ON for device in devices)
-
-    groups = [group for group in groups if group["params"]]
-    return AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
+    return [group for group in groups if group["params"]]
 
 
 def create_lr_scheduler(
@@ -107,7 +116,7 @@ def create_lr_scheduler(
         )
 
     # Its rates are the factors.
-    unit = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=1.0)
+    unit = SGD([nn.Parameter(torch.empty(0))], lr=1.0)
     name = LONG_NAMES.get(kind, kind)
     (after_warmup,) = get_scheduler(
         name, unit, warmup_steps, total_steps, settings[kind]
