@@ -1480,12 +1480,16 @@ class TrainDpoFlags(TypedDict, total=False):
     """Column of the preferred answer: a text, a list of chat messages, or a whole conversation that begins like the other one."""
     rejected_key: str | Path
     """Column of the other answer, in the same form."""
-    dpo_loss: Literal['sigmoid', 'ipo', 'hinge']
-    """Loss of DPO as a function of the difference of the pair's implicit rewards."""
+    dpo_loss: Literal['sigmoid', 'ipo', 'hinge', 'robust', 'exo', 'bco', 'apo_zero', 'apo_down', 'cpo', 'slic', 'simpo', 'orpo']
+    """Loss of DPO as a function of the implicit rewards of a pair. cpo, slic, simpo and orpo need no reference."""
+    simpo_gamma: float
+    """Difference of the rewards that --dpo_loss simpo aims at."""
+    ld_alpha: float
+    """DPO: factor of the log-probs of tokens beyond the length of the shorter answer (LD-DPO)."""
     beta: float
     """DPO and KTO: factor of the log-ratio of policy and reference in the implicit reward; a larger value keeps the policy closer to the reference."""
     label_smoothing: float
-    """DPO with the loss sigmoid: assumed share of rows with a reversed preference (cDPO), below 0.5."""
+    """DPO with the losses sigmoid (cDPO), robust, exo or cpo: assumed share of rows with a reversed preference, below 0.5."""
     length_normalized: bool
     """DPO: use the mean log-prob of an answer's tokens instead of the sum."""
     sft_coef: float

@@ -70,6 +70,9 @@ CHAT_TEMPLATE = "--apply_chat_template"
 DIVERGENCE = "--init_kl_coef or --measure_kl"
 A_TEACHER = "--distill_coef"
 A_WATCH = "--canaries or --shadow_reward"
+REFERENCE_FREE = ("cpo", "slic", "simpo", "orpo")
+"""Values of --dpo_loss that compare log-probs themselves."""
+A_REFERENCE = "--dpo_loss sigmoid, ipo, hinge, robust, exo, bco, apo_zero or apo_down"
 WITH_FLOOR = "--lr_scheduler cosine, wsd or polynomial"
 EARLY_OUTPUTS = "--init_kl_coef, --max_epochs 2, a critic, or a reward model"
 """What several fields need."""
@@ -942,19 +945,39 @@ class PreferenceSection(Section, commands=("train_rm",)):
     learn_scale: bool = False
     """Multiply each head's score by a positive factor that is learned with the model, and is not
     part of the exported model."""
-    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = option("sigmoid", commands=("train_dpo",))
-    """Loss of DPO as a function of the difference of the pair's implicit rewards."""
+    dpo_loss: Literal[
+        "sigmoid",
+        "ipo",
+        "hinge",
+        "robust",
+        "exo",
+        "bco",
+        "apo_zero",
+        "apo_down",
+        "cpo",
+        "slic",
+        "simpo",
+        "orpo",
+    ] = option("sigmoid", commands=("train_dpo",))
+    """Loss of DPO as a function of the implicit rewards of a pair. cpo, slic, simpo and orpo need
+    no reference."""
+    simpo_gamma: float = option(
+        0.5, NOT_NEGATIVE, needs="--dpo_loss simpo", commands=("train_dpo",)
+    )
+    """Difference of the rewards that --dpo_loss simpo aims at."""
+    ld_alpha: float = option(1.0, SHARE, commands=("train_dpo",))
+    """DPO: factor of the log-probs of tokens beyond the length of the shorter answer (LD-DPO)."""
     beta: float = option(0.1, POSITIVE, commands=("train_dpo", "train_kto"))
     """DPO and KTO: factor of the log-ratio of policy and reference in the implicit reward; a larger
     value keeps the policy closer to the reference."""
     label_smoothing: float = option(0.0, BELOW_HALF, commands=("train_dpo",))
-    """DPO with the loss sigmoid: assumed share of rows with a reversed preference (cDPO), below
-    0.5."""
+    """DPO with the losses sigmoid (cDPO), robust, exo or cpo: assumed share of rows with a reversed
+    preference, below 0.5."""
     length_normalized: bool = option(False, commands=("train_dpo",))
     """DPO: use the mean log-prob of an answer's tokens instead of the sum."""
     sft_coef: float = option(0.0, NOT_NEGATIVE, commands=("train_dpo",))
     """DPO: coefficient of the mean negative log-likelihood per token of the chosen answers."""
-    precompute_reference: bool = option(False, commands=("train_dpo",))
+    precompute_reference: bool = option(False, needs=A_REFERENCE, commands=("train_dpo",))
     """DPO: compute the log-probs of the reference once before training, with the model that
     training starts from, so that no second model is kept."""
     desirable_weight: float = option(1.0, NOT_NEGATIVE, commands=("train_kto",))

@@ -258,13 +258,16 @@ class Planner:
                 models[f"reward model {term.label}"] = self.frozen(model_config(term.name))
             for label, path in teacher_terms(model.teacher_pretrain):
                 models[f"teacher {label}".rstrip()] = self.frozen(model_config(path))
-        elif (
-            self.command in ("train_dpo", "train_kto")
-            and not self.config.preference.precompute_reference
-        ):
+        elif self.command == "train_kto" or (self.command == "train_dpo" and self.live_reference):
             models["reference"] = self.frozen()
 
         return {} if self.config.strategy.fsdp_cpu_offload else models
+
+    @property
+    def live_reference(self) -> bool:
+        """Return whether train_dpo keeps a reference."""
+        section = self.config.preference
+        return section.dpo_loss not in sections.REFERENCE_FREE and not section.precompute_reference
 
     def of_sequences(self) -> bool:
         """Return whether the loss knows gradients after whole sequences; see LocalGradients."""
