@@ -365,6 +365,10 @@ class TrainPpoFlags(TypedDict, total=False):
     """Temperature of sapo's gate for positive advantages; the larger it is, the faster the gradient decays."""
     sapo_tau_negative: float
     """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient decays."""
+    vespo_power: list[float] | str
+    """Exponents of vespo's weight for positive and for negative advantages; the larger one is, the less a sequence counts that has become improbable."""
+    vespo_decay: list[float] | str
+    """Decay rates of vespo's weight for positive and for negative advantages; the larger one is, the less a sequence counts that has become more probable."""
     policy_drift_coef: float
     """Coefficient of the divergence from the policy before the step, in cpgd and dro."""
     policy_drift_clip: float | None

@@ -98,6 +98,11 @@ BETAS = Bound(
     lambda pair: len(pair) == 2 and all(map(BELOW_1.holds, pair)),
     whole=True,
 )
+TWO = Bound(
+    "takes two numbers above 0",
+    lambda pair: len(pair) == 2 and all(map(POSITIVE.holds, pair)),
+    whole=True,
+)
 SCORES = Bound(
     "takes two numbers, the lowest and the highest score",
     lambda pair: len(pair) == 2 and pair[0] < pair[1],
@@ -760,6 +765,12 @@ class AlgorithmSection(Section, commands=PPO):
     sapo_tau_negative: float = option(1.05, POSITIVE)
     """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient
     decays."""
+    vespo_power: list[float] = option([2.0, 3.0], TWO, needs="--policy_loss vespo")
+    """Exponents of vespo's weight for positive and for negative advantages; the larger one is, the
+    less a sequence counts that has become improbable."""
+    vespo_decay: list[float] = option([3.0, 2.0], TWO, needs="--policy_loss vespo")
+    """Decay rates of vespo's weight for positive and for negative advantages; the larger one is,
+    the less a sequence counts that has become more probable."""
     policy_drift_coef: float = option(0.01, NOT_NEGATIVE)
     """Coefficient of the divergence from the policy before the step, in cpgd and dro."""
     policy_drift_clip: float | None = option(None, POSITIVE)

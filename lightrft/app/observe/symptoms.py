@@ -6,7 +6,7 @@ noise of single steps.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -160,6 +160,15 @@ def _growing_mismatch(run: Course) -> Numbers:
     return {"first": first, "last": last} if last > 5 * first and last > 1e-4 else None
 
 
+def _deep_mismatch(run: Course) -> Numbers:
+    names = [name for name in METRICS if name.startswith("engine/") and name in run]
+    for before, after in pairwise(names):
+        shallow, deep = run.last(before), run.last(after)
+        if deep > 5 * shallow and deep > 1e-4:
+            return {"name": after, "deep": deep, "shallow": shallow, "before": before}
+    return None
+
+
 def _stale_samples(run: Course) -> Numbers:
     name = "rollout/staleness"
     return {"age": run.last(name)} if name in run and run.last(name) > 3 else None
@@ -211,6 +220,7 @@ CHECKS: dict[str, Callable[[Course], Numbers]] = {
     "truncation": _truncation,
     "clipping": _clipping,
     "growing mismatch": _growing_mismatch,
+    "mismatch deep in the context": _deep_mismatch,
     "stale samples": _stale_samples,
     "reward without evaluation": _evaluation_stays,
     "one component of the reward dominates": _dominating_component,
