@@ -127,6 +127,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """For process reward models: text that ends each step of an answer except the last. It is part of the step, and the score of the step is at its last token."""
     learned_turns: Literal['all', 'last']
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    learn_empty_thinking: bool
+    """Train on an empty thinking that a chat template writes before an answer. Without it an answer to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
@@ -695,6 +697,8 @@ class TrainSftFlags(TypedDict, total=False):
     """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and report their number: exact compares texts as they are, whitespace ignores differences in the white space between words."""
     learned_turns: Literal['all', 'last']
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    learn_empty_thinking: bool
+    """Train on an empty thinking that a chat template writes before an answer. Without it an answer to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
@@ -1430,6 +1434,8 @@ class TrainDpoFlags(TypedDict, total=False):
     """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and report their number: exact compares texts as they are, whitespace ignores differences in the white space between words."""
     learned_turns: Literal['all', 'last']
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    learn_empty_thinking: bool
+    """Train on an empty thinking that a chat template writes before an answer. Without it an answer to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
@@ -1693,6 +1699,8 @@ class TrainKtoFlags(TypedDict, total=False):
     """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and report their number: exact compares texts as they are, whitespace ignores differences in the white space between words."""
     learned_turns: Literal['all', 'last']
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    learn_empty_thinking: bool
+    """Train on an empty thinking that a chat template writes before an answer. Without it an answer to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path

@@ -304,6 +304,9 @@ class DataSection(Section, commands=EVALUATED):
     )
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the
     last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    learn_empty_thinking: bool = option(True, needs="--pretrain_data", commands=POLICY_TRAINING)
+    """Train on an empty thinking that a chat template writes before an answer. Without it an answer
+    to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names
     the file and line, skip omits it and reports how many there are, and the first ones. With skip,
