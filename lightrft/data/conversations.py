@@ -72,8 +72,7 @@ def learned_example(
         chat_template(section, context.tokenizer),
         complete_chat(section, row, messages, media),
         sum(map(is_answer, turns or messages)),
-        only_last=section.learned_turns == "last",
-        learn_empty_thinking=section.learn_empty_thinking,
+        section,
     )
     return with_media_tokens(Prompt(0, text, token_ids, {"label": label}, media), context)
 

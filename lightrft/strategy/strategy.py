@@ -451,16 +451,7 @@ class StrategyBase(Backend):
         self, optimizer: Optimizer, kind: str, warmup_steps: int, total_steps: int
     ) -> LRScheduler:
         """Build a schedule: linear warm-up, then a `kind` of --lr_scheduler with its options."""
-        optim = self.config.optim
-        return create_lr_scheduler(
-            optimizer,
-            kind,
-            warmup_steps,
-            total_steps,
-            min_ratio=optim.lr_min_ratio,
-            decay_ratio=optim.lr_decay_ratio,
-            power=optim.lr_power,
-        )
+        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps, self.config.optim)
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Distribute modules in place.

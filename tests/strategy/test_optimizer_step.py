@@ -17,6 +17,7 @@ from transformers.optimization import (
     get_wsd_schedule,
 )
 
+from lightrft.config import OptimSection
 from lightrft.models.outermost import outermost
 from lightrft.strategy.backends.optim import (
     create_adamw,
@@ -270,7 +271,7 @@ def prepared_shapes(folder: str):
     made = strategy()
     model = load(folder)
     optimizer = sgd(model)
-    scheduler = create_lr_scheduler(optimizer, "constant", 0, 1)
+    scheduler = create_lr_scheduler(optimizer, "constant", 0, 1, OptimSection())
     triple, nothing, frozen = made.prepare(
         (model, optimizer, scheduler), None, load(folder).requires_grad_(False)
     )
@@ -337,16 +338,16 @@ def test_nothing_to_train_is_an_error():
         create_adamw(nn.Linear(2, 2).requires_grad_(False), 1e-3, (0.9, 0.95), 0.0, 1e-8)
 
 
-def rates(steps: int, *args: Any, build: Callable = create_lr_scheduler, **settings) -> list[float]:
+def rates(steps: int, *args: Any, build: Callable = create_lr_scheduler) -> list[float]:
     """Return the shares of the peak of the first steps; a schedule is reloaded after three."""
     optimizer = sgd(nn.Linear(1, 1))
-    scheduler = build(optimizer, *args, **settings)
+    scheduler = build(optimizer, *args)
     found = []
     for step in range(steps):
         if step == 3:
             state = scheduler.state_dict()
             optimizer = sgd(nn.Linear(1, 1))
-            scheduler = build(optimizer, *args, **settings)
+            scheduler = build(optimizer, *args)
             with kept_settings(optimizer, scheduler):
                 scheduler.load_state_dict(state)
         found.append(optimizer.param_groups[0]["lr"] / 0.1)
@@ -372,7 +373,8 @@ TRANSFORMERS = {
 @pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_schedules_are_those_of_transformers_after_the_warm_up(kind):
     """A resumed one goes on; the last rate is kept."""
-    found = rates(14, kind, 4, 12, min_ratio=0.2, decay_ratio=0.25, power=2.0)
+    section = OptimSection(lr_min_ratio=0.2, lr_decay_ratio=0.25, lr_power=2.0)
+    found = rates(14, kind, 4, 12, section)
     assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert found[4:13] == pytest.approx(rates(13, build=TRANSFORMERS[kind])[4:])
     assert found[13] == found[12]
@@ -388,17 +390,18 @@ def test_schedules_have_closed_forms():
         "inverse_sqrt": [1, 0.5**0.5, (1 / 3) ** 0.5],
         "polynomial": [1, 0.1 + 0.9 * 0.5, 0.1],
     }
-    found = {kind: rates(13, kind, 4, 12) for kind in forms}
+    found = {kind: rates(13, kind, 4, 12, OptimSection()) for kind in forms}
     assert {kind: [each[step] for step in steps] for kind, each in found.items()} == {
         kind: pytest.approx(form) for kind, form in forms.items()
     }
-    assert rates(3, "linear", 0, 2) == [1, 0.5, 0], "without a warm-up"
-    assert rates(4, "wsd", 2, 3, decay_ratio=0.9) == pytest.approx([0.5, 1, 1, 0.1])
+    assert rates(3, "linear", 0, 2, OptimSection()) == [1, 0.5, 0], "without a warm-up"
+    section = OptimSection(lr_decay_ratio=0.9)
+    assert rates(4, "wsd", 2, 3, section) == pytest.approx([0.5, 1, 1, 0.1])
 
 
 def test_schedule_errors():
     optimizer = sgd(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="unknown lr_scheduler 'step'"):
-        create_lr_scheduler(optimizer, "step", 0, 1)
+        create_lr_scheduler(optimizer, "step", 0, 1, OptimSection())
     with pytest.raises(ValueError, match="total_steps >= 1"):
-        create_lr_scheduler(optimizer, "cosine", 0, 0)
+        create_lr_scheduler(optimizer, "cosine", 0, 0, OptimSection())

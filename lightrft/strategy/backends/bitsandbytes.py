@@ -21,15 +21,10 @@ MAPS = {"1": "dynamic", "2": "udynamic"}
 
 
 def create(
-    name: str,
-    model: nn.Module,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    eps: float,
+    name: str, model: nn.Module, lr: float, betas: tuple[float, float], decay: float, eps: float
 ) -> Optimizer:
     """Build lion (arXiv 2302.06675) or adamw_8bit (arXiv 2110.02861); only matrices decay."""
-    groups = decay_groups(model, weight_decay)
+    groups = decay_groups(model, decay)
     if name == "lion":
         return Shardwise(Lion(groups, lr, betas), "1", quantize=False)
     return Shardwise(AdamW8bit(groups, lr, betas, eps), "12", quantize=True)

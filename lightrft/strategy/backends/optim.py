@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from lightrft.config.sections import OptimSection
 from lightrft.models.parallel.device import current_device, local_tensor
 from lightrft.models.parallel.dtensor_slices import divided_dims
 from lightrft.models.weight_sync.verify import random_odd_numbers
@@ -79,33 +80,27 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def create_lr_scheduler(
-    optimizer: Optimizer,
-    kind: str,
-    warmup_steps: int,
-    total_steps: int,
-    *,
-    min_ratio: float = 0.1,
-    decay_ratio: float = 0.1,
-    power: float = 1.0,
+    optimizer: Optimizer, kind: str, warmup_steps: int, total_steps: int, section: OptimSection
 ) -> LambdaLR:
     """Build a schedule: linear warm-up to the optimizer's rate, then what transformers computes.
 
-    `min_ratio` is the share of that rate at which cosine, wsd and polynomial end at `total_steps`,
-    `decay_ratio` the share of the steps that the decay of wsd takes, and `power` the exponent of
-    polynomial. The first step's rate is 1 / warmup_steps of the peak, not 0. The rate after
-    `total_steps` is the last one. Raises ValueError for other kinds or numbers of steps.
+    `section` has --lr_min_ratio, --lr_decay_ratio and --lr_power. The first step's rate is
+    1 / warmup_steps of the peak, not 0. The rate after `total_steps` is the last one. Raises
+    ValueError for other kinds or numbers of steps.
     """
     # It takes a second to import.
     from transformers.optimization import get_scheduler
 
-    decay_steps = min(round(decay_ratio * total_steps), total_steps - warmup_steps)
+    decay_steps = round(section.lr_decay_ratio * total_steps)
+    least = section.lr_min_ratio
+    wsd = {"min_lr_ratio": least, "num_decay_steps": min(decay_steps, total_steps - warmup_steps)}
     settings = {
+        "cosine": {"min_lr_rate": least},
         "constant": {},
         "linear": {},
-        "cosine": {"min_lr_rate": min_ratio},
-        "wsd": {"min_lr_ratio": min_ratio, "num_decay_steps": decay_steps},
+        "wsd": wsd,
         "inverse_sqrt": {},
-        "polynomial": {"lr_end": min_ratio, "power": power},
+        "polynomial": {"lr_end": least, "power": section.lr_power},
     }
     if kind not in settings:
         raise ValueError(f"unknown lr_scheduler {kind!r}; known: {', '.join(settings)}")
@@ -118,9 +113,8 @@ def create_lr_scheduler(
     # Its rates are the factors.
     unit = SGD([nn.Parameter(torch.empty(0))], lr=1.0)
     name = LONG_NAMES.get(kind, kind)
-    (after_warmup,) = get_scheduler(
-        name, unit, warmup_steps, total_steps, settings[kind]
-    ).lr_lambdas
+    given = get_scheduler(name, unit, warmup_steps, total_steps, settings[kind])
+    (after_warmup,) = given.lr_lambdas
 
     def factor(step: int) -> float:
         if step < warmup_steps:
