@@ -45,6 +45,12 @@ class TrainPpoFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -433,6 +439,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """Number of draws k of the estimator pass_at_k."""
     distill_coef: float
     """On-policy distillation: coefficient of the log p_teacher - log p_actor that is added to the advantage of each token; 0: no teacher. With --distill_top_k, coefficient of the divergence from the teacher in the loss."""
+    distill_prefix_weight: float
+    """IW-OPD: multiply what the teacher adds to the advantage by 1 plus this number at the first token, and by less the more of the disagreement of the response lies before a token (0.5 in TRL); it has no effect with --distill_top_k."""
     distill_top_k: int
     """Distil the teacher's distribution over this number of its likeliest tokens, with one more probability for all others (64 is usual; as many as the vocabulary has: the whole distribution); 0: only the log-prob of the sampled token."""
     distill_beta: float
@@ -625,6 +633,12 @@ class TrainSftFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -870,6 +884,12 @@ class TrainRmFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -1123,6 +1143,12 @@ class TrainPrmFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -1366,6 +1392,12 @@ class TrainDpoFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -1627,6 +1659,12 @@ class TrainKtoFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str

@@ -167,6 +167,15 @@ class ModelSection(Section, commands=LEARNING):
     itself."""
     lora_alpha: float = option(16.0, POSITIVE, needs="--lora_rank")
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool = option(False, needs="--lora_rank")
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv
+    2312.03732)."""
+    lora_init: Literal["kaiming", "gaussian"] = option("kaiming", needs="--lora_rank")
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard
+    deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float = option(1.0, POSITIVE, needs="--lora_rank", commands=TRAINING)
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16
+    is usual)."""
     lora_dropout: float = option(0.0, BELOW_1, needs="--lora_rank")
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] = option(["all-linear"], needs="--lora_rank")
@@ -874,6 +883,10 @@ class AlgorithmSection(Section, commands=PPO):
     """On-policy distillation: coefficient of the log p_teacher - log p_actor that is added to the
     advantage of each token; 0: no teacher. With --distill_top_k, coefficient of the divergence from
     the teacher in the loss."""
+    distill_prefix_weight: float = option(0.0, NOT_NEGATIVE, needs=A_TEACHER)
+    """IW-OPD: multiply what the teacher adds to the advantage by 1 plus this number at the first
+    token, and by less the more of the disagreement of the response lies before a token (0.5 in
+    TRL); it has no effect with --distill_top_k."""
     distill_top_k: int = option(0, NOT_NEGATIVE, needs=A_TEACHER)
     """Distil the teacher's distribution over this number of its likeliest tokens, with one more
     probability for all others (64 is usual; as many as the vocabulary has: the whole distribution);

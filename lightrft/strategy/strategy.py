@@ -34,7 +34,7 @@ from lightrft.engine.base import Engine
 from lightrft.engine.requests import Sampling
 from lightrft.models.launch.heartbeat import COLLECTIVE_MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.models.launch.rendezvous import adopt_node_size, join_process_group
-from lightrft.models.lora import merge_adapters, split_adapters
+from lightrft.models.lora import merge_adapters, set_rate_of_factors, split_adapters
 from lightrft.models.parallel.collectives import Axis, Op, all_gather, all_reduce
 from lightrft.models.parallel.device import current_device, grow_segments, host_cores, select_device
 from lightrft.models.parallel.mesh import Mesh, process_rank, world_axis
@@ -438,7 +438,10 @@ class StrategyBase(Backend):
         """
         plain = {"adamw": create_adamw, "sgd": create_sgd}
         create = plain.get(self.config.optim.optimizer) or self._creator(model)
-        return create(model, lr, (betas[0], betas[1]), weight_decay, eps)
+        optimizer = create(model, lr, (betas[0], betas[1]), weight_decay, eps)
+        if self.config.model.lora_lr_ratio != 1:
+            set_rate_of_factors(optimizer, model, lr * self.config.model.lora_lr_ratio)
+        return optimizer
 
     def _creator(self, model: nn.Module) -> Callable[..., Optimizer]:
         """Return the function that builds --optimizer as create_adamw() builds AdamW."""
