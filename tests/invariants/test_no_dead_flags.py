@@ -56,8 +56,8 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "dual_clip": ([], ["--dual_clip=1.001"]),
     "sapo_tau_positive": (["--policy_loss=sapo"], ["--sapo_tau_positive=3"]),
     "sapo_tau_negative": (["--policy_loss=sapo"], ["--sapo_tau_negative=3"]),
-    "vespo_power": (["--policy_loss=vespo", "--train_batch_size=16"], ["--vespo_power", "1", "1"]),
-    "vespo_decay": (["--policy_loss=vespo", "--train_batch_size=16"], ["--vespo_decay", "1", "9"]),
+    "vespo_power": (["--policy_loss=vespo"], ["--vespo_power", "1", "1"]),
+    "vespo_decay": (["--policy_loss=vespo"], ["--vespo_decay", "1", "9"]),
     "policy_drift_coef": (["--policy_loss=cpgd"], ["--policy_drift_coef=1"]),
     "policy_drift_clip": (
         ["--policy_loss=cpgd", "--policy_drift_coef=1"],
