@@ -45,6 +45,12 @@ class TrainPpoFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -127,6 +133,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """For process reward models: text that ends each step of an answer except the last. It is part of the step, and the score of the step is at its last token."""
     learned_turns: Literal['all', 'last']
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    learn_empty_thinking: bool
+    """Train on an empty thinking that a chat template writes before an answer. Without it an answer to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
@@ -365,6 +373,10 @@ class TrainPpoFlags(TypedDict, total=False):
     """Temperature of sapo's gate for positive advantages; the larger it is, the faster the gradient decays."""
     sapo_tau_negative: float
     """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient decays."""
+    vespo_power: list[float] | str
+    """Exponents of vespo's weight for positive and for negative advantages; the larger one is, the less a sequence counts that has become improbable."""
+    vespo_decay: list[float] | str
+    """Decay rates of vespo's weight for positive and for negative advantages; the larger one is, the less a sequence counts that has become more probable."""
     policy_drift_coef: float
     """Coefficient of the divergence from the policy before the step, in cpgd and dro."""
     policy_drift_clip: float | None
@@ -427,6 +439,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """Number of draws k of the estimator pass_at_k."""
     distill_coef: float
     """On-policy distillation: coefficient of the log p_teacher - log p_actor that is added to the advantage of each token; 0: no teacher. With --distill_top_k, coefficient of the divergence from the teacher in the loss."""
+    distill_prefix_weight: float
+    """IW-OPD: multiply what the teacher adds to the advantage by 1 plus this number at the first token, and by less the more of the disagreement of the response lies before a token (0.5 in TRL); it has no effect with --distill_top_k."""
     distill_top_k: int
     """Distil the teacher's distribution over this number of its likeliest tokens, with one more probability for all others (64 is usual; as many as the vocabulary has: the whole distribution); 0: only the log-prob of the sampled token."""
     distill_beta: float
@@ -469,14 +483,20 @@ class TrainPpoFlags(TypedDict, total=False):
     """Peak learning rate of the critic, if there is one."""
     draft_learning_rate: float
     """Peak learning rate of the model of --speculative draft. It learns from the responses of each step, so that more drafts are accepted. 0: --draft_pretrain is not trained."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon']
-    """Optimizer of all models that learn. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW; it needs --fsdp."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float
@@ -613,6 +633,12 @@ class TrainSftFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -685,6 +711,8 @@ class TrainSftFlags(TypedDict, total=False):
     """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and report their number: exact compares texts as they are, whitespace ignores differences in the white space between words."""
     learned_turns: Literal['all', 'last']
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    learn_empty_thinking: bool
+    """Train on an empty thinking that a chat template writes before an answer. Without it an answer to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
@@ -737,14 +765,20 @@ class TrainSftFlags(TypedDict, total=False):
     """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs the position of each rank."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon']
-    """Optimizer of all models that learn. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW; it needs --fsdp."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float
@@ -850,6 +884,12 @@ class TrainRmFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -986,14 +1026,20 @@ class TrainRmFlags(TypedDict, total=False):
     """Multiply each head's score by a positive factor that is learned with the model, and is not part of the exported model."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon']
-    """Optimizer of all models that learn. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW; it needs --fsdp."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float
@@ -1097,6 +1143,12 @@ class TrainPrmFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -1223,14 +1275,20 @@ class TrainPrmFlags(TypedDict, total=False):
     """Column of a single answer that --label_key judges: a text, a list of chat messages, or a whole conversation; for train_prm a list of texts, the steps, and the label is a list, too. Unset: completion, or completions for train_prm."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon']
-    """Optimizer of all models that learn. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW; it needs --fsdp."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float
@@ -1334,6 +1392,12 @@ class TrainDpoFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -1402,6 +1466,8 @@ class TrainDpoFlags(TypedDict, total=False):
     """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and report their number: exact compares texts as they are, whitespace ignores differences in the white space between words."""
     learned_turns: Literal['all', 'last']
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    learn_empty_thinking: bool
+    """Train on an empty thinking that a chat template writes before an answer. Without it an answer to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
@@ -1456,12 +1522,16 @@ class TrainDpoFlags(TypedDict, total=False):
     """Column of the preferred answer: a text, a list of chat messages, or a whole conversation that begins like the other one."""
     rejected_key: str | Path
     """Column of the other answer, in the same form."""
-    dpo_loss: Literal['sigmoid', 'ipo', 'hinge']
-    """Loss of DPO as a function of the difference of the pair's implicit rewards."""
+    dpo_loss: Literal['sigmoid', 'ipo', 'hinge', 'robust', 'exo', 'bco', 'apo_zero', 'apo_down', 'cpo', 'slic', 'simpo', 'orpo']
+    """Loss of DPO as a function of the implicit rewards of a pair. cpo, slic, simpo and orpo need no reference."""
+    simpo_gamma: float
+    """Difference of the rewards that --dpo_loss simpo aims at."""
+    ld_alpha: float
+    """DPO: factor of the log-probs of tokens beyond the length of the shorter answer (LD-DPO)."""
     beta: float
     """DPO and KTO: factor of the log-ratio of policy and reference in the implicit reward; a larger value keeps the policy closer to the reference."""
     label_smoothing: float
-    """DPO with the loss sigmoid: assumed share of rows with a reversed preference (cDPO), below 0.5."""
+    """DPO with the losses sigmoid (cDPO), robust, exo or cpo: assumed share of rows with a reversed preference, below 0.5."""
     length_normalized: bool
     """DPO: use the mean log-prob of an answer's tokens instead of the sum."""
     sft_coef: float
@@ -1470,14 +1540,20 @@ class TrainDpoFlags(TypedDict, total=False):
     """DPO: compute the log-probs of the reference once before training, with the model that training starts from, so that no second model is kept."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon']
-    """Optimizer of all models that learn. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW; it needs --fsdp."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float
@@ -1583,6 +1659,12 @@ class TrainKtoFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
+    lora_init: Literal['kaiming', 'gaussian']
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16 is usual)."""
     lora_dropout: float
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] | str
@@ -1655,6 +1737,8 @@ class TrainKtoFlags(TypedDict, total=False):
     """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and report their number: exact compares texts as they are, whitespace ignores differences in the white space between words."""
     learned_turns: Literal['all', 'last']
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    learn_empty_thinking: bool
+    """Train on an empty thinking that a chat template writes before an answer. Without it an answer to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal['stop', 'skip']
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names the file and line, skip omits it and reports how many there are, and the first ones. With skip, train_ppo also leaves out prompts whose media cannot be read any more when they are drawn."""
     strategy: str | Path
@@ -1715,14 +1799,20 @@ class TrainKtoFlags(TypedDict, total=False):
     """KTO: weight of the rows with a bad answer."""
     learning_rate: float
     """Peak learning rate; --actor_learning_rate is another name of it. Unset: 1e-6 in train_ppo, 1e-5 in train_sft (LIMA, arXiv 2305.11206), 5e-7 in train_dpo (Zephyr, arXiv 2310.16944) and train_kto (as in TRL's example), 9e-6 in train_rm (InstructGPT, arXiv 2203.02155), 1e-5 in train_prm (as in TRL); with --lora_rank ten times that (Schulman et al., LoRA Without Regret, 2025)."""
-    lr_scheduler: Literal['cosine', 'constant']
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal['cosine', 'constant', 'linear', 'wsd', 'inverse_sqrt', 'polynomial']
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls from the warm-up on, and wsd is constant until it decays in the last steps (arXiv 2404.06395)."""
+    lr_min_ratio: float
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon']
-    """Optimizer of all models that learn. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW; it needs --fsdp."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from lightrft.core.batch import Batch
-from lightrft.core.losses import Reported, clipped_surrogate, gspo, ppo, reinforce, sequence_means
+from lightrft.core.losses import (
+    Reported,
+    clipped_surrogate,
+    gspo,
+    ppo,
+    reinforce,
+    sequence_means,
+    sequence_sums,
+)
 from lightrft.registry import Registry
 
 policy_losses = Registry("policy loss", flag="--policy_loss")
@@ -111,6 +119,30 @@ def sapo(
     tau = torch.full_like(advantages, sapo_tau_negative)
     tau = tau.masked_fill(advantages > 0, sapo_tau_positive)
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, {"train/ratio": ratio}
+
+
+@policy_losses.register("vespo", per="sequence")
+def vespo(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    *,
+    batch: Batch,
+    vespo_power: list[float],
+    vespo_decay: list[float],
+) -> Reported:
+    """-sg(w^k e^(l (1 - w))) A logp, with the product w of a sequence's ratios.
+
+    k and l are the first numbers of `vespo_power` and `vespo_decay` for A >= 0, and the second ones
+    otherwise. Log ratios have at most the size 20, and w is at least 1e-8. VESPO, arXiv 2602.10693.
+    """
+    log_ratio = torch.where(batch.loss_mask, logprobs - old, 0.0).detach().clamp(-20, 20)
+    total = sequence_sums(log_ratio, batch).clamp(math.log(1e-8), 20)[batch.sequence_ids]
+    sign = (advantages < 0).long()
+    power, decay = (advantages.new_tensor(pair)[sign] for pair in (vespo_power, vespo_decay))
+    weight = (power * total - decay * total.expm1()).exp()
+    report = {"train/ratio": log_ratio.exp(), "train/sequence_weight": weight}
+    return -weight * advantages * logprobs, report
 
 
 @policy_losses.register("cpgd", per="token")

@@ -6,6 +6,7 @@ policy_objective() chooses the terms, in order, and the loss of policy_loss.py.
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection, needs_reference
 from lightrft.core.batch import Experience
 from lightrft.core.losses import (
+    Denominator,
     Drift,
     EngineMismatch,
     PolicyInputs,
@@ -27,9 +29,13 @@ from lightrft.core.losses import (
     Reach,
     Reported,
     Term,
+    Weighted,
     check_tokens,
     reach_of,
 )
+
+DEPTHS = {"1k": 1024, "4k": 4096, "16k": 16384, "64k": 65536}
+"""Depth of the context in names of metrics -> its first position."""
 
 
 class EngineCorrection(Term):
@@ -164,6 +170,24 @@ class CurrentMismatch(EngineMismatch):
         return super().__call__(losses, replace(inputs, old=inputs.logprobs))
 
 
+class MeasuredObjective(PolicyObjective):
+    """Reports also how far the engine is from the trainer deep in the context.
+
+    `engine/logprob_mismatch_at_4k` is the mean over tokens from position 4,096 to 16,383.
+    """
+
+    def __call__(self, values: Tensor, batch: Experience, denominator: Denominator) -> Reported:
+        loss, report = super().__call__(values, batch, denominator)
+        difference = report.get("engine/logprob_mismatch")
+        deepest = 0 if difference is None else int(batch.lengths.max())
+        for (depth, begin), (_, end) in pairwise([*DEPTHS.items(), ("", deepest)]):
+            if deepest > begin:
+                within = (batch.position_ids >= begin) & (batch.position_ids < end)
+                measured = Weighted(difference, within & batch.loss_mask)
+                report[f"engine/logprob_mismatch_at_{depth}"] = measured
+        return loss, report
+
+
 COLUMNS = {"batch", *(field.name for field in fields(Experience))}
 """Options of a policy loss that come from the samples, not from the configuration."""
 
@@ -172,10 +196,13 @@ def policy_objective(
     section: AlgorithmSection,
     kl_coefficient: kl.KLCoefficient | None = None,
     entropy_coefficient: kl.EntropyCoefficient | None = None,
+    *,
+    longest: int = 0,
 ) -> PolicyObjective:
     """Build the policy gradient from the functions that the section names.
 
-    Without a coefficient the section's own is used. Raises ValueError for a function that does not
+    Without a coefficient the section's own is used. `longest` is the largest number of tokens of a
+    sequence. Raises ValueError for a function that does not
     exist or needs data that the run does not have.
     """
     loss = resolve(policy_losses, section.policy_loss, extra=COLUMNS)
@@ -207,7 +234,8 @@ def policy_objective(
     mean = means[section.loss_agg_mode]
     if section.branch_weight == "episode":
         mean = weighted_by_branch(mean)
-    return PolicyObjective(loss, terms, mean=mean, **options_of(loss, section))
+    kind = MeasuredObjective if longest > DEPTHS["1k"] else PolicyObjective
+    return kind(loss, terms, mean=mean, **options_of(loss, section))
 
 
 def checked(loss: PolicyLoss, flag: str) -> PolicyLoss:

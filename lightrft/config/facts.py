@@ -68,7 +68,7 @@ class RunFacts:
 
         A placeholder says nothing: `--fused_kernels {fused_kernels}` is `--fused_kernels`.
         """
-        name, *values = re.sub(" {.*}| or", "", text.removeprefix("--")).strip("{}").split()
+        name, *values = re.sub(r" {.*}| or\b", "", text.removeprefix("--")).strip("{}").split()
         if values:
             return str(self[name]) in values
         owner = sections.section_of_field().get(name)

@@ -70,6 +70,10 @@ CHAT_TEMPLATE = "--apply_chat_template"
 DIVERGENCE = "--init_kl_coef or --measure_kl"
 A_TEACHER = "--distill_coef"
 A_WATCH = "--canaries or --shadow_reward"
+REFERENCE_FREE = ("cpo", "slic", "simpo", "orpo")
+"""Values of --dpo_loss that compare log-probs themselves."""
+A_REFERENCE = "--dpo_loss sigmoid, ipo, hinge, robust, exo, bco, apo_zero or apo_down"
+WITH_FLOOR = "--lr_scheduler cosine, wsd or polynomial"
 EARLY_OUTPUTS = "--init_kl_coef, --max_epochs 2, a critic, or a reward model"
 """What several fields need."""
 
@@ -92,6 +96,11 @@ OPTIONAL_RANGE = replace(RANGE, holds=lambda pair: not pair or RANGE.holds(pair)
 BETAS = Bound(
     "takes two numbers, at least 0 and below 1",
     lambda pair: len(pair) == 2 and all(map(BELOW_1.holds, pair)),
+    whole=True,
+)
+TWO = Bound(
+    "takes two numbers above 0",
+    lambda pair: len(pair) == 2 and all(map(POSITIVE.holds, pair)),
     whole=True,
 )
 SCORES = Bound(
@@ -158,6 +167,15 @@ class ModelSection(Section, commands=LEARNING):
     itself."""
     lora_alpha: float = option(16.0, POSITIVE, needs="--lora_rank")
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    rslora: bool = option(False, needs="--lora_rank")
+    """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv
+    2312.03732)."""
+    lora_init: Literal["kaiming", "gaussian"] = option("kaiming", needs="--lora_rank")
+    """Distribution of A at the start, as in peft: uniform (kaiming), or normal with a standard
+    deviation of 1 / lora_rank (gaussian). B is 0."""
+    lora_lr_ratio: float = option(1.0, POSITIVE, needs="--lora_rank", commands=TRAINING)
+    """LoRA+: learning rate of B as a multiple of --learning_rate, which A has (arXiv 2402.12354; 16
+    is usual)."""
     lora_dropout: float = option(0.0, BELOW_1, needs="--lora_rank")
     """Dropout probability on the input of an adapter in training."""
     target_modules: list[str] = option(["all-linear"], needs="--lora_rank")
@@ -295,6 +313,9 @@ class DataSection(Section, commands=EVALUATED):
     )
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the
     last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    learn_empty_thinking: bool = option(True, needs="--pretrain_data", commands=POLICY_TRAINING)
+    """Train on an empty thinking that a chat template writes before an answer. Without it an answer
+    to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """Handling of a malformed or too long row: stop ends the run before a model is loaded and names
     the file and line, skip omits it and reports how many there are, and the first ones. With skip,
@@ -756,6 +777,12 @@ class AlgorithmSection(Section, commands=PPO):
     sapo_tau_negative: float = option(1.05, POSITIVE)
     """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient
     decays."""
+    vespo_power: list[float] = option([2.0, 3.0], TWO, needs="--policy_loss vespo")
+    """Exponents of vespo's weight for positive and for negative advantages; the larger one is, the
+    less a sequence counts that has become improbable."""
+    vespo_decay: list[float] = option([3.0, 2.0], TWO, needs="--policy_loss vespo")
+    """Decay rates of vespo's weight for positive and for negative advantages; the larger one is,
+    the less a sequence counts that has become more probable."""
     policy_drift_coef: float = option(0.01, NOT_NEGATIVE)
     """Coefficient of the divergence from the policy before the step, in cpgd and dro."""
     policy_drift_clip: float | None = option(None, POSITIVE)
@@ -856,6 +883,10 @@ class AlgorithmSection(Section, commands=PPO):
     """On-policy distillation: coefficient of the log p_teacher - log p_actor that is added to the
     advantage of each token; 0: no teacher. With --distill_top_k, coefficient of the divergence from
     the teacher in the loss."""
+    distill_prefix_weight: float = option(0.0, NOT_NEGATIVE, needs=A_TEACHER)
+    """IW-OPD: multiply what the teacher adds to the advantage by 1 plus this number at the first
+    token, and by less the more of the disagreement of the response lies before a token (0.5 in
+    TRL); it has no effect with --distill_top_k."""
     distill_top_k: int = option(0, NOT_NEGATIVE, needs=A_TEACHER)
     """Distil the teacher's distribution over this number of its likeliest tokens, with one more
     probability for all others (64 is usual; as many as the vocabulary has: the whole distribution);
@@ -941,19 +972,39 @@ class PreferenceSection(Section, commands=("train_rm",)):
     learn_scale: bool = False
     """Multiply each head's score by a positive factor that is learned with the model, and is not
     part of the exported model."""
-    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = option("sigmoid", commands=("train_dpo",))
-    """Loss of DPO as a function of the difference of the pair's implicit rewards."""
+    dpo_loss: Literal[
+        "sigmoid",
+        "ipo",
+        "hinge",
+        "robust",
+        "exo",
+        "bco",
+        "apo_zero",
+        "apo_down",
+        "cpo",
+        "slic",
+        "simpo",
+        "orpo",
+    ] = option("sigmoid", commands=("train_dpo",))
+    """Loss of DPO as a function of the implicit rewards of a pair. cpo, slic, simpo and orpo need
+    no reference."""
+    simpo_gamma: float = option(
+        0.5, NOT_NEGATIVE, needs="--dpo_loss simpo", commands=("train_dpo",)
+    )
+    """Difference of the rewards that --dpo_loss simpo aims at."""
+    ld_alpha: float = option(1.0, SHARE, commands=("train_dpo",))
+    """DPO: factor of the log-probs of tokens beyond the length of the shorter answer (LD-DPO)."""
     beta: float = option(0.1, POSITIVE, commands=("train_dpo", "train_kto"))
     """DPO and KTO: factor of the log-ratio of policy and reference in the implicit reward; a larger
     value keeps the policy closer to the reference."""
     label_smoothing: float = option(0.0, BELOW_HALF, commands=("train_dpo",))
-    """DPO with the loss sigmoid: assumed share of rows with a reversed preference (cDPO), below
-    0.5."""
+    """DPO with the losses sigmoid (cDPO), robust, exo or cpo: assumed share of rows with a reversed
+    preference, below 0.5."""
     length_normalized: bool = option(False, commands=("train_dpo",))
     """DPO: use the mean log-prob of an answer's tokens instead of the sum."""
     sft_coef: float = option(0.0, NOT_NEGATIVE, commands=("train_dpo",))
     """DPO: coefficient of the mean negative log-likelihood per token of the chosen answers."""
-    precompute_reference: bool = option(False, commands=("train_dpo",))
+    precompute_reference: bool = option(False, needs=A_REFERENCE, commands=("train_dpo",))
     """DPO: compute the log-probs of the reference once before training, with the model that
     training starts from, so that no second model is kept."""
     desirable_weight: float = option(1.0, NOT_NEGATIVE, commands=("train_kto",))
@@ -987,16 +1038,28 @@ class OptimSection(Section, commands=TRAINING):
     draft_learning_rate: float = option(0.0, LEARNING_RATE, commands=PPO)
     """Peak learning rate of the model of --speculative draft. It learns from the responses of each
     step, so that more drafts are accepted. 0: --draft_pretrain is not trained."""
-    lr_scheduler: Literal["cosine", "constant"] = "cosine"
-    """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_scheduler: Literal["cosine", "constant", "linear", "wsd", "inverse_sqrt", "polynomial"] = (
+        "cosine"
+    )
+    """Schedule after the warm-up, as transformers computes it. linear ends at 0, inverse_sqrt falls
+    from the warm-up on, and wsd is constant until it decays in the last steps (arXiv
+    2404.06395)."""
+    lr_min_ratio: float = option(0.1, BELOW_1, needs=WITH_FLOOR)
+    """Share of the peak at which the schedule ends."""
+    lr_decay_ratio: float = option(0.1, PROBABILITY, needs="--lr_scheduler wsd")
+    """Share of all optimizer steps that the decay of wsd takes, a cosine."""
+    lr_power: float = option(1.0, POSITIVE, needs="--lr_scheduler polynomial")
+    """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float = option(0.03, SHARE)
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of all models that learn. muon orthogonalises the updates of the matrices in the
-    blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other
-    parameters with AdamW; it needs --fsdp."""
+    optimizer: Literal["adamw", "muon", "sgd", "lion", "adamw_8bit"] = "adamw"
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the
+    updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay
+    of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit
+    come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion,
+    about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] = option([0.9, 0.95], BETAS)
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float = option(0.0, NOT_NEGATIVE)
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float = option(1.0, NOT_NEGATIVE)

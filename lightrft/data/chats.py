@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lightrft.config.sections import DataSection
 from lightrft.core.samples import Answer, TokenIds
 from lightrft.data.rendering.messages import (
     THINKING,
@@ -29,6 +30,10 @@ OPENED = re.compile(
     rf"(?:(?:{'|'.join(map(re.escape, THINKING.values()))})\s*)?$"
 )
 """Thinking that a generation prompt opens at the end, or closes at once."""
+EMPTY = re.compile(
+    "|".join(rf"\s*({re.escape(a)})?\s*{re.escape(b)}\s*" for a, b in THINKING.items())
+)
+"""Thinking without a text, which a generation prompt may have opened."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag that marks the turns of the assistant in a chat template."""
 
@@ -89,19 +94,20 @@ def _for_template(message: Message, template: ChatTemplate) -> Message:
 
 
 def conversation_tokens(
-    template: ChatTemplate, conversation: Conversation, num_turns: int, *, only_last: bool
+    template: ChatTemplate, conversation: Conversation, num_turns: int, section: DataSection
 ) -> tuple[str, list[int], Answer]:
     """Return text and tokens before the first learned turn, and the Answer from there on.
 
     Among the last `num_turns` turns of the assistant, each whose weight is not 0 is learned up to
-    the end token; with `only_last` only the last one. Tokens are the same as in the whole text.
+    the end token; with --learned_turns last only the last one. Without --learn_empty_thinking a
+    turn is learned after an empty thinking. Tokens are the same as in the whole text.
     Raise ValueError for a message without content, and if an answer is not where the template
     writes it.
     """
     conversation = conversation.for_template(template)
     messages = conversation.messages
-    turns = _learned_turns(messages, 1 if only_last else num_turns)
-    texts = _texts(template, conversation, turns)
+    turns = _learned_turns(messages, 1 if section.learned_turns == "last" else num_turns)
+    texts = _texts(template, conversation, turns, section)
 
     token_ids: list[int] = []
     learned: list[bool] = []
@@ -158,7 +164,9 @@ def _learned_turns(messages: Sequence[Message], num_turns: int) -> list[int]:
     return turns
 
 
-def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int]) -> list[Text]:
+def _texts(
+    template: ChatTemplate, conversation: Conversation, turns: list[int], section: DataSection
+) -> list[Text]:
     """Split the rendered conversation at the learned turns.
 
     Raise ValueError if an answer is not in its turn.
@@ -184,7 +192,8 @@ def _texts(template: ChatTemplate, conversation: Conversation, turns: list[int])
             end = _end_of_turn(template, conversation, turn, text)
 
         if 0 <= start <= end and contains(text[start:end], answer_pieces(messages[turn])):
-            spans.append((start, end))
+            empty = None if section.learn_empty_thinking else EMPTY.match(text, start)
+            spans.append((empty.end() if empty else start, end))
         elif turns == [len(messages) - 1]:
             return [(before, False), (_continued(template, messages, before), True)]
         else:

@@ -72,7 +72,7 @@ def learned_example(
         chat_template(section, context.tokenizer),
         complete_chat(section, row, messages, media),
         sum(map(is_answer, turns or messages)),
-        only_last=section.learned_turns == "last",
+        section,
     )
     return with_media_tokens(Prompt(0, text, token_ids, {"label": label}, media), context)
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from loguru import logger
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lightrft.config.errors import ConfigError
@@ -110,6 +111,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
     settings = LoraConfig(
         r=section.lora_rank,
         lora_alpha=section.lora_alpha,
+        use_rslora=section.rslora,
         lora_dropout=section.lora_dropout,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
         exclude_modules="|".join(re.escape(prefix) + ".*" for prefix in section.freeze_prefix)
@@ -118,6 +120,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
     )
     settings.base_model_name_or_path = model.name_or_path
 
+    init = True if section.lora_init == "kaiming" else section.lora_init
     with real_parameters():
         try:
             inject_adapter_in_model(settings, model, ADAPTER, low_cpu_mem_usage=True)
@@ -127,7 +130,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
         for layer in adapted_layers(model).values():
             layer.lora_A.to_empty(device="cpu")
             layer.lora_B.to_empty(device="cpu")
-            layer.reset_lora_parameters(ADAPTER, True)
+            layer.reset_lora_parameters(ADAPTER, init)
 
     adopt_layers(model)
     if not model.can_generate():
@@ -201,7 +204,7 @@ def merge_adapters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weight stream of a transformers model with merged adapters.
 
-    A merged matrix is W + (alpha / rank) B A, computed in float32. A matrix is held until the
+    A merged matrix is W + s B A with peft's scaling s, computed in float32. A matrix is held until the
     adapter arrives, at most one bucket longer than otherwise. The streamed tensors are not
     modified; without adapters the stream is unchanged.
     """
@@ -286,6 +289,18 @@ def plain_name(name: str) -> str:
 
 def is_adapter(name: str) -> bool:
     return name.endswith((FACTOR_A, FACTOR_B))
+
+
+def set_rate_of_factors(optimizer: Optimizer, model: nn.Module, rate: float) -> None:
+    """Train the factors B of a model's adapters at a rate of their own: Hayou et al., arXiv
+    2402.12354.
+    """
+    factors = {each for name, each in model.named_parameters() if name.endswith(FACTOR_B)}
+    for group in list(optimizer.param_groups):
+        chosen = [each for each in group["params"] if each in factors]
+        if chosen:
+            group["params"] = [each for each in group["params"] if each not in factors]
+            optimizer.add_param_group(group | {"params": chosen, "lr": rate})
 
 
 def adapter_parameters(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -34,14 +34,19 @@ from lightrft.engine.base import Engine
 from lightrft.engine.requests import Sampling
 from lightrft.models.launch.heartbeat import COLLECTIVE_MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.models.launch.rendezvous import adopt_node_size, join_process_group
-from lightrft.models.lora import merge_adapters, split_adapters
+from lightrft.models.lora import merge_adapters, set_rate_of_factors, split_adapters
 from lightrft.models.parallel.collectives import Axis, Op, all_gather, all_reduce
 from lightrft.models.parallel.device import current_device, grow_segments, host_cores, select_device
 from lightrft.models.parallel.mesh import Mesh, process_rank, world_axis
 from lightrft.models.parallel.processes import RunProcesses
 from lightrft.models.weight_sync.stream import persistent_buffers, unwrap
 from lightrft.strategy.backends.base import Backend, draw_by_data_rank
-from lightrft.strategy.backends.optim import create_adamw, create_lr_scheduler, parameter_names
+from lightrft.strategy.backends.optim import (
+    create_adamw,
+    create_lr_scheduler,
+    create_sgd,
+    parameter_names,
+)
 from lightrft.strategy.batching.micro_batches import B, find_shared_prefixes, redistribute
 from lightrft.strategy.batching.planner import MIN_SAVING
 from lightrft.strategy.batching.sample_store import MemoryStore
@@ -431,25 +436,25 @@ class StrategyBase(Backend):
 
         FSDP2 builds what --optimizer says. Raises ConfigError if this strategy cannot.
         """
-        create = create_adamw if self.config.optim.optimizer == "adamw" else self._muon_of(model)
-        return create(model, lr, (betas[0], betas[1]), weight_decay, eps)
+        plain = {"adamw": create_adamw, "sgd": create_sgd}
+        create = plain.get(self.config.optim.optimizer) or self._creator(model)
+        optimizer = create(model, lr, (betas[0], betas[1]), weight_decay, eps)
+        if self.config.model.lora_lr_ratio != 1:
+            set_rate_of_factors(optimizer, model, lr * self.config.model.lora_lr_ratio)
+        return optimizer
 
-    def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
-        """Return the function that builds Muon as create_adamw() builds AdamW, if there is one."""
+    def _creator(self, model: nn.Module) -> Callable[..., Optimizer]:
+        """Return the function that builds --optimizer as create_adamw() builds AdamW."""
         raise ConfigError(
             f"--optimizer {self.config.optim.optimizer} needs FSDP2: {type(self).__name__} is"
             " another strategy"
         )
 
     def create_scheduler(
-        self,
-        optimizer: Optimizer,
-        kind: Literal["cosine", "constant"],
-        warmup_steps: int,
-        total_steps: int,
+        self, optimizer: Optimizer, kind: str, warmup_steps: int, total_steps: int
     ) -> LRScheduler:
-        """Build a schedule: linear warm-up, then a cosine to 10 % of the peak, or constant."""
-        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
+        """Build a schedule: linear warm-up, then a `kind` of --lr_scheduler with its options."""
+        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps, self.config.optim)
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Distribute modules in place.

@@ -4,6 +4,8 @@ Values and gradients are worked out by hand. In every case `ratio` and `advantag
 tokens. The expected loss follows, and the gradient of the sum by the log-prob.
 """
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -90,6 +92,33 @@ def test_gspo_bounds_are_its_own():
         False,
         True,
     ]
+
+
+def test_vespo_weighs_sequences():
+    # Products of the ratios are 4 and 0.5, with k = 2, l = 3 above 0 and k = 3, l = 2 below.
+    good = 4**2 * math.exp(3 * (1 - 4))
+    bad = 0.5**3 * math.exp(2 * (1 - 0.5))
+    losses, gradients, report = run("vespo", [4, 1, 0.5], [1, 0.5, -1], masks=MASKS)
+    now = [math.log(ratio) - 2 for ratio in (4, 1, 0.5)]
+    assert report["train/sequence_weight"] == pytest.approx([good, good, bad], rel=1e-12)
+    weighted = [good, 0.5 * good, -bad]
+    assert gradients == pytest.approx([-each for each in weighted], rel=1e-12)
+    expected = [-each * logprob for each, logprob in zip(weighted, now, strict=True)]
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("ratios", [[4, 1, 0.5], [1e4, 1e4, 1e-9], [1e-9, 1, 1e12]])
+def test_vespo_is_trl_s(ratios):
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    advantages = [1.0, 1.0, -2.0]
+    mask = torch.tensor([[1, 1], [1, 0]])
+    logs = torch.tensor([ratios[:2], [ratios[2], 7.0]], dtype=torch.float64).log()
+    expected = trl.GRPOTrainer.get_gamma_weights(
+        torch.tensor([[1.0], [-2.0]], dtype=torch.float64), logs, mask, None
+    )
+    report = run("vespo", ratios, advantages, masks=MASKS)[2]
+    first, second = expected.flatten().tolist()
+    assert report["train/sequence_weight"] == pytest.approx([first, first, second], rel=1e-12)
 
 
 def test_gspo_token_gives_each_token_its_own_gradient():
@@ -389,5 +418,5 @@ def test_every_field_of_a_loss_is_in_the_configuration():
             "policy_drift_clip",
             "kl_cov_coef",
         ),
-        *("sapo_tau_positive", "sapo_tau_negative"),
+        *("sapo_tau_positive", "sapo_tau_negative", "vespo_power", "vespo_decay"),
     }

@@ -358,3 +358,30 @@ def test_an_error_of_a_tool_is_told_to_the_model(content):
 def test_parts_that_nothing_reads_are_named(part, message):
     with pytest.raises(ValueError, match=message):
         asked("qwen3", [turn("user", [{"type": "text", "text": QUESTION}, part])])
+
+
+EMPTY_THOUGHTS = {
+    "qwen3": "<think>\n\n</think>\n\n",
+    "qwen3_5_think": "\n</think>\n\n",
+    "glm4moe": "\n<think></think>\n",
+    "nemotron_3_nano": "</think>",
+    "qwen2_5": "",
+}
+"""Template -> the thinking that it writes before an answer without one."""
+
+
+@pytest.mark.parametrize("name", EMPTY_THOUGHTS)
+def test_an_empty_thinking_can_be_left_out_of_what_is_learned(name):
+    """The tokens are the same, and an answer that thinks is learned whole."""
+    without = DataSection(
+        apply_chat_template=True, prompt_max_len=100_000, learn_empty_thinking=False
+    )
+    row = {"messages": [turn("user", QUESTION), turn("assistant", ANSWER)]}
+    assert learned(name, row) == EMPTY_THOUGHTS[name] + ANSWER + end_of_turn(name)
+    assert learned(name, row, without) == ANSWER + end_of_turn(name)
+    rows = [make_example(RowContext(each, tokenizer(name)), row) for each in (SECTION, without)]
+    whole = [[*each.token_ids, *each.columns["label"].token_ids] for each in rows]
+    assert whole[0] == whole[1]
+
+    row = {"messages": [turn("user", QUESTION), turn("assistant", THOUGHT + ANSWER)]}
+    assert learned(name, row, without) == learned(name, row)

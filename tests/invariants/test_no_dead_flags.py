@@ -56,6 +56,8 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "dual_clip": ([], ["--dual_clip=1.001"]),
     "sapo_tau_positive": (["--policy_loss=sapo"], ["--sapo_tau_positive=3"]),
     "sapo_tau_negative": (["--policy_loss=sapo"], ["--sapo_tau_negative=3"]),
+    "vespo_power": (["--policy_loss=vespo"], ["--vespo_power", "1", "1"]),
+    "vespo_decay": (["--policy_loss=vespo"], ["--vespo_decay", "1", "9"]),
     "policy_drift_coef": (["--policy_loss=cpgd"], ["--policy_drift_coef=1"]),
     "policy_drift_clip": (
         ["--policy_loss=cpgd", "--policy_drift_coef=1"],
@@ -82,6 +84,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "value_clip": (CRITIC, ["--value_clip=0.001"]),
     "pass_k": (["--advantage_estimator=pass_at_k"], ["--pass_k=1"]),
     "distill_coef": (TEACHER, ["--distill_coef=0.9"]),
+    "distill_prefix_weight": (TEACHER, ["--distill_prefix_weight=0.5"]),
     "distill_top_k": (TEACHER, ["--distill_top_k=20"]),
     "distill_beta": (DISTRIBUTION, ["--distill_beta=1"]),
     "aux_loss_coef": (EXPERTS, ["--aux_loss_coef=9"]),

@@ -36,6 +36,8 @@ TURNED: dict[str, tuple[str, list[str], list[str]]] = {
     "label_smoothing": ("train_dpo", [], ["--label_smoothing=0.3"]),
     "length_normalized": ("train_dpo", [], ["--length_normalized"]),
     "sft_coef": ("train_dpo", [], ["--sft_coef=1"]),
+    "ld_alpha": ("train_dpo", [], ["--ld_alpha=0.5"]),
+    "simpo_gamma": ("train_dpo", ["--dpo_loss=simpo"], ["--simpo_gamma=1"]),
 }
 """Field -> (command, flags of both runs, flags of the second)."""
 ONLY_WHERE_AND_WHEN = {"precompute_reference"}

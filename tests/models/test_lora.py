@@ -96,6 +96,28 @@ def test_a_new_adapter_changes_nothing_and_begins_equally_each_time(folder):
     assert all(tensor.abs().max() > 0 for name, tensor in first.items() if "lora_A" in name)
 
 
+def test_adapters_begin_as_peft_s_own(folder):
+    for init in ("kaiming", "gaussian"):
+        torch.manual_seed(7)
+        section = ModelSection(lora_rank=4, lora_alpha=6, rslora=True, lora_init=init)
+        ours = freeze_parameters(load(folder), section)
+        assert {layer.scaling["default"] for layer in adapted_layers(ours).values()} == {3.0}
+        torch.manual_seed(7)
+        config = LoraConfig(
+            r=4,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+            init_lora_weights=init if init == "gaussian" else True,
+        )
+        theirs = inject_adapter_in_model(config, load(folder), low_cpu_mem_usage=True)
+        for layer in adapted_layers(theirs).values():
+            layer.lora_A.to_empty(device="cpu")
+            layer.lora_B.to_empty(device="cpu")
+            layer.reset_lora_parameters("default", config.init_lora_weights)
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine, other)
+
+
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=str)
 def test_the_merged_stream_is_what_peft_merges(folder, options):
     """The reference is peft's own model; names, order and shapes have no adapters."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from torch import Tensor, nn
 
 from lightrft.config import ModelSection
@@ -14,7 +15,14 @@ from lightrft.models.lora import FACTOR_B, freeze_parameters, is_adapter
 from lightrft.strategy import StrategyBase, get_strategy
 from strategy.training import SHARES, load, rows, share_of_loss, snapshot, tokens_learned
 
-LORA = {"lora_rank": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LORA = {
+    "lora_rank": 4,
+    "lora_alpha": 4.0,
+    "rslora": True,
+    "lora_init": "gaussian",
+    "lora_lr_ratio": 2.0,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+}
 RATE = 1e-2
 NUM_STEPS = 3
 PROMPTS = [[50, 55, 43], [49, 48]]
@@ -31,6 +39,7 @@ def peft_model(folder: str, section: dict[str, Any] = LORA) -> PeftModel:
     config = LoraConfig(
         r=section["lora_rank"],
         lora_alpha=section["lora_alpha"],
+        use_rslora=section["rslora"],
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
@@ -58,9 +67,16 @@ def plain_steps(model: nn.Module) -> dict[str, Tensor]:
 
 def steps_in_torch(model: nn.Module) -> tuple[list[float], list[float]]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1}]
-    groups += [{"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], RATE, (0.9, 0.95))
+    if isinstance(model, PeftModel):
+        decay = {"loraplus_weight_decay": 0.1, "loraplus_lr_ratio": LORA["lora_lr_ratio"]}
+        optimizer = create_loraplus_optimizer(
+            model, torch.optim.AdamW, lr=RATE, betas=(0.9, 0.95), **decay
+        )
+    else:
+        groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1}]
+        groups += [{"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        optimizer = torch.optim.AdamW(groups, RATE, (0.9, 0.95))
 
     losses = []
     norms = []

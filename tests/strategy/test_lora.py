@@ -393,7 +393,7 @@ def test_a_prepared_model_of_peft_has_the_layers_of_lightrft(folder):
 
 
 def loaded_elsewhere(folder: str, args: dict, root: Path) -> dict[str, torch.Tensor]:
-    made = strategy(**args)
+    made = strategy(**LORA, **args)
     model, optimizer = prepared(made, folder, seed=99)
     made.load_ckpt(model, root, "three", optimizer=optimizer)
     take_step(made, model, optimizer, NUM_STEPS)

@@ -1,4 +1,6 @@
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -6,9 +8,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.optimization import (
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_inverse_sqrt_schedule,
+    get_linear_schedule_with_warmup,
+    get_polynomial_decay_schedule_with_warmup,
+    get_wsd_schedule,
+)
 
+from lightrft.config import OptimSection
 from lightrft.models.outermost import outermost
-from lightrft.strategy.backends.optim import create_adamw, create_lr_scheduler, global_grad_norm
+from lightrft.strategy.backends.optim import (
+    create_adamw,
+    create_lr_scheduler,
+    global_grad_norm,
+    kept_settings,
+)
 from lightrft.strategy.fsdp import blocks
 from ranks import run_ranks
 from strategy.training import (
@@ -255,7 +271,7 @@ def prepared_shapes(folder: str):
     made = strategy()
     model = load(folder)
     optimizer = sgd(model)
-    scheduler = create_lr_scheduler(optimizer, "constant", 0, 1)
+    scheduler = create_lr_scheduler(optimizer, "constant", 0, 1, OptimSection())
     triple, nothing, frozen = made.prepare(
         (model, optimizer, scheduler), None, load(folder).requires_grad_(False)
     )
@@ -322,32 +338,70 @@ def test_nothing_to_train_is_an_error():
         create_adamw(nn.Linear(2, 2).requires_grad_(False), 1e-3, (0.9, 0.95), 0.0, 1e-8)
 
 
-def rates(kind: str, warmup: int, total: int, steps: int) -> list[float]:
+def rates(steps: int, *args: Any, build: Callable = create_lr_scheduler) -> list[float]:
+    """Return the shares of the peak of the first steps; a schedule is reloaded after three."""
     optimizer = sgd(nn.Linear(1, 1))
-    scheduler = create_lr_scheduler(optimizer, kind, warmup, total)
+    scheduler = build(optimizer, *args)
     found = []
-    for _ in range(steps):
+    for step in range(steps):
+        if step == 3:
+            state = scheduler.state_dict()
+            optimizer = sgd(nn.Linear(1, 1))
+            scheduler = build(optimizer, *args)
+            with kept_settings(optimizer, scheduler):
+                scheduler.load_state_dict(state)
         found.append(optimizer.param_groups[0]["lr"] / 0.1)
         optimizer.step()
         scheduler.step()
     return found
 
 
-def test_warm_up_then_cosine_to_a_tenth():
-    found = rates("cosine", 4, 12, 14)
-    assert found[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-    assert found[8] == pytest.approx(0.55)
-    assert found[12:] == pytest.approx([0.1, 0.1])
-    assert found[4:] == sorted(found[4:], reverse=True)
+TRANSFORMERS = {
+    "constant": lambda optimizer: get_constant_schedule_with_warmup(optimizer, 4),
+    "linear": lambda optimizer: get_linear_schedule_with_warmup(optimizer, 4, 12),
+    "cosine": lambda optimizer: get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, 4, 12, min_lr_rate=0.2
+    ),
+    "wsd": lambda optimizer: get_wsd_schedule(optimizer, 4, 3, 12, min_lr_ratio=0.2),
+    "inverse_sqrt": lambda optimizer: get_inverse_sqrt_schedule(optimizer, 4),
+    "polynomial": lambda optimizer: get_polynomial_decay_schedule_with_warmup(
+        optimizer, 4, 12, lr_end=0.02, power=2.0
+    ),
+}
 
 
-def test_warm_up_then_constant():
-    assert rates("constant", 2, 3, 6) == pytest.approx([0.5, 1, 1, 1, 1, 1])
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_schedules_are_those_of_transformers_after_the_warm_up(kind):
+    """A resumed one goes on; the last rate is kept."""
+    section = OptimSection(lr_min_ratio=0.2, lr_decay_ratio=0.25, lr_power=2.0)
+    found = rates(14, kind, 4, 12, section)
+    assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert found[4:13] == pytest.approx(rates(13, build=TRANSFORMERS[kind])[4:])
+    assert found[13] == found[12]
+
+
+def test_schedules_have_closed_forms():
+    steps = [4, 8, 12]
+    forms = {
+        "constant": [1, 1, 1],
+        "linear": [1, 0.5, 0],
+        "cosine": [1, 0.55, 0.1],
+        "wsd": [1, 1, 0.1],
+        "inverse_sqrt": [1, 0.5**0.5, (1 / 3) ** 0.5],
+        "polynomial": [1, 0.1 + 0.9 * 0.5, 0.1],
+    }
+    found = {kind: rates(13, kind, 4, 12, OptimSection()) for kind in forms}
+    assert {kind: [each[step] for step in steps] for kind, each in found.items()} == {
+        kind: pytest.approx(form) for kind, form in forms.items()
+    }
+    assert rates(3, "linear", 0, 2, OptimSection()) == [1, 0.5, 0], "without a warm-up"
+    section = OptimSection(lr_decay_ratio=0.9)
+    assert rates(4, "wsd", 2, 3, section) == pytest.approx([0.5, 1, 1, 0.1])
 
 
 def test_schedule_errors():
     optimizer = sgd(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="unknown lr_scheduler 'linear'"):
-        create_lr_scheduler(optimizer, "linear", 0, 1)
+    with pytest.raises(ValueError, match="unknown lr_scheduler 'step'"):
+        create_lr_scheduler(optimizer, "step", 0, 1, OptimSection())
     with pytest.raises(ValueError, match="total_steps >= 1"):
-        create_lr_scheduler(optimizer, "cosine", 0, 0)
+        create_lr_scheduler(optimizer, "cosine", 0, 0, OptimSection())

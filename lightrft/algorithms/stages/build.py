@@ -89,7 +89,8 @@ def experience_maker(
     else:
         chosen.append(advantages.GeneralizedAdvantages(algorithm.gamma, algorithm.lambd, data.sum))
     if teacher is not None and not algorithm.distill_top_k:
-        chosen.append(advantages.TeacherTerm(teacher, algorithm.distill_coef))
+        weight = algorithm.distill_prefix_weight
+        chosen.append(advantages.TeacherTerm(teacher, algorithm.distill_coef, weight))
     if algorithm.advantages_norm or algorithm.advantage_clip is not None:
         chosen.append(
             advantages.NormalizedAdvantages(

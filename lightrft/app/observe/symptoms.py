@@ -6,7 +6,7 @@ noise of single steps.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -154,6 +154,15 @@ def _growing_mismatch(run: Course, name: str) -> Numbers:
     return {"first": first, "last": last} if last > 5 * first and last > 1e-4 else None
 
 
+def _deep_mismatch(run: Course, _: str) -> Numbers:
+    names = [name for name in METRICS if name.startswith("engine/") and name in run]
+    for before, after in pairwise(names):
+        shallow, deep = run.last(before), run.last(after)
+        if deep > 5 * shallow and deep > 1e-4:
+            return {"name": after, "deep": deep, "shallow": shallow, "before": before}
+    return None
+
+
 def _stale_samples(run: Course, name: str) -> Numbers:
     return {"age": run.last(name)} if run.last(name) > 3 else None
 
@@ -200,6 +209,7 @@ CHECKS: dict[str, tuple[str, Callable[[Course, str], Numbers]]] = {
     "truncation": ("rollout/truncated", _truncation),
     "clipping": ("rollout/reward", _clipping),
     "growing mismatch": ("engine/logprob_mismatch", _growing_mismatch),
+    "mismatch deep in the context": ("engine/logprob_mismatch", _deep_mismatch),
     "stale samples": ("rollout/staleness", _stale_samples),
     "reward without evaluation": ("eval/reward", _evaluation_stays),
     "one component of the reward dominates": ("rollout/reward", _dominating_component),

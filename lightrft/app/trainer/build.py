@@ -144,7 +144,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         items["mixin"] = ptx_loss
     strategy.report_memory("models and engine are ready;")
 
-    objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient)
+    longest = config.data.prompt_max_len + config.rollout.generate_max_len
+    objective = policy_objective(algorithm, kl_coefficient, entropy_coefficient, longest=longest)
     learners = build_learners(config, policy, critic, draft, ptx_loss, objective)
     if every := config.watch.measure_noise:
         learners[-1] = extra("--measure_noise").measured(learners[-1], every)

@@ -21,7 +21,7 @@ from lightrft.app.trainer.tasks.process_reward import ProcessRewardTask
 from lightrft.app.trainer.tasks.reward_model import RewardModelTask
 from lightrft.app.trainer.tasks.sft import SFTTask
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import Config
+from lightrft.config.sections import REFERENCE_FREE, Config
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.step_labels import load_steps
@@ -79,11 +79,13 @@ def prm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
 def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         data = _load_judged(config, partial(load_pairs, config.data, config.preference))
-        live = not config.preference.precompute_reference
+        section = config.preference
+        needed = section.dpo_loss not in REFERENCE_FREE
+        live = needed and not section.precompute_reference
         # With precomputed log-probs the reference need not stay in memory.
         policy = _policy(config, strategy, data, reference=live)
-        task = DPOTask(policy, DPOObjective(config.preference), config.train, data.expand)
-        if not live:
+        task = DPOTask(policy, DPOObjective(section), config.train, data.expand)
+        if needed and not live:
             strategy.announce("reference_logprobs")
             with log_duration(strategy, "log-probs of the reference"):
                 task.precompute(data.prompts)

@@ -48,6 +48,8 @@ PLAIN_BUCKET = 500_000_000
 """Gradient elements of a reduction of DeepSpeed without ZeRO."""
 ROUNDED = 512
 """--max_tokens_per_microbatch is rounded down to a multiple of this."""
+STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 0, "lion": 4, "adamw_8bit": 2 + 2 / 64}
+"""Bytes of an optimizer's states for an element of an expert; scales are of 256 elements."""
 STEP_FLAGS = tuple(
     """bf16 lora_rank target_modules load_in_4bit freeze_prefix reduce_gradients_once
     gather_parameters_once reduce_dtype gradient_checkpointing gradient_checkpointing_policy
@@ -173,7 +175,7 @@ class Planner:
         # The shards of all experts are divided over all ranks, however many of them a rank gathers.
         width = self.width if model.lora_rank else 4
         gradient = 0 if model.lora_rank or options["reduce_gradients_once"] else 4
-        moments = 0 if model.lora_rank else 4 if options["optimizer"] == "muon" else 8
+        moments = 0 if model.lora_rank else STATE_BYTES[options["optimizer"]]
         held = width + gradient + moments
         share = step_memory.StepBytes(width, gradient, moments, 0, held, held)
         return step.plus(self.elsewhere / self.shards, share)
@@ -256,13 +258,16 @@ class Planner:
                 models[f"reward model {term.label}"] = self.frozen(model_config(term.name))
             for label, path in teacher_terms(model.teacher_pretrain):
                 models[f"teacher {label}".rstrip()] = self.frozen(model_config(path))
-        elif (
-            self.command in ("train_dpo", "train_kto")
-            and not self.config.preference.precompute_reference
-        ):
+        elif self.command == "train_kto" or (self.command == "train_dpo" and self.live_reference):
             models["reference"] = self.frozen()
 
         return {} if self.config.strategy.fsdp_cpu_offload else models
+
+    @property
+    def live_reference(self) -> bool:
+        """Return whether train_dpo keeps a reference."""
+        section = self.config.preference
+        return section.dpo_loss not in sections.REFERENCE_FREE and not section.precompute_reference
 
     def of_sequences(self) -> bool:
         """Return whether the loss knows gradients after whole sequences; see LocalGradients."""

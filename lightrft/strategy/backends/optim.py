@@ -3,22 +3,22 @@
 BitSums also records what a step has read and written, so that two runs can be compared.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from lightrft.config.sections import OptimSection
 from lightrft.models.parallel.device import current_device, local_tensor
 from lightrft.models.parallel.dtensor_slices import divided_dims
 from lightrft.models.weight_sync.verify import random_odd_numbers
@@ -29,8 +29,8 @@ Axes = frozenset[str]
 FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with a fused AdamW; on others torch chooses the implementation."""
 
-FLOOR = 0.1
-"""Final learning rate of the cosine as a fraction of the peak."""
+LONG_NAMES = {"cosine": "cosine_with_min_lr", "wsd": "warmup_stable_decay"}
+"""Names of schedules in transformers, where they are other ones."""
 
 SUM_BLOCK = 2**21
 """Words that sum_of_bits() multiplies at a time."""
@@ -48,51 +48,78 @@ MIXING_FACTOR = 0x2545F4914F6CDD1D
 def create_adamw(
     model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, eps: float
 ) -> Optimizer:
-    """Build AdamW over the trainable parameters.
+    """Build AdamW over the trainable parameters; only matrices decay."""
+    groups = decay_groups(model, weight_decay)
+    # Empty parameters will be materialized on the current device.
+    trainable = chain.from_iterable(group["params"] for group in groups)
+    devices = {current_device() if p.is_meta else p.device for p in trainable}
+    fused = all(device.type in FUSED_ON for device in devices)
+    return AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
 
-    Matrices decay; norms and biases (fewer than two dims) do not.
+
+def create_sgd(model: nn.Module, lr: float, _: Any, weight_decay: float, *__: Any) -> Optimizer:
+    """Build SGD without momentum over the trainable parameters; only matrices decay."""
+    return SGD(decay_groups(model, weight_decay), lr)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the groups of the trainable parameters: matrices, and what does not decay.
+
+    Those are norms and biases (fewer than two dims). Raises ValueError if nothing is trainable.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ValueError(
-            f"create_optimizer: no parameter of {type(model).__name__} requires a gradient"
-        )
+        name = type(model).__name__
+        raise ValueError(f"create_optimizer: no parameter of {name} requires a gradient")
 
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # Empty parameters will be materialized on the current device.
-    devices = {current_device() if p.is_meta else p.device for p in trainable}
-    fused = all(device.type in FUSED_ON for device in devices)
-
-    groups = [group for group in groups if group["params"]]
-    return AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
+    return [group for group in groups if group["params"]]
 
 
 def create_lr_scheduler(
-    optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
+    optimizer: Optimizer, kind: str, warmup_steps: int, total_steps: int, section: OptimSection
 ) -> LambdaLR:
-    """Build a schedule: linear warm-up to the optimizer's rate, then constant or a cosine.
+    """Build a schedule: linear warm-up to the optimizer's rate, then what transformers computes.
 
-    The cosine ends at 10 % of that rate at `total_steps`. The first step's rate is 1 / warmup_steps
-    of the peak, not 0.
+    `section` has --lr_min_ratio, --lr_decay_ratio and --lr_power. The first step's rate is
+    1 / warmup_steps of the peak, not 0. The rate after `total_steps` is the last one. Raises
+    ValueError for other kinds or numbers of steps.
     """
-    if kind not in ("cosine", "constant"):
-        raise ValueError(f"unknown lr_scheduler {kind!r}; known: cosine, constant")
+    # It takes a second to import.
+    from transformers.optimization import get_scheduler
+
+    decay_steps = round(section.lr_decay_ratio * total_steps)
+    least = section.lr_min_ratio
+    wsd = {"min_lr_ratio": least, "num_decay_steps": min(decay_steps, total_steps - warmup_steps)}
+    settings = {
+        "cosine": {"min_lr_rate": least},
+        "constant": {},
+        "linear": {},
+        "wsd": wsd,
+        "inverse_sqrt": {},
+        "polynomial": {"lr_end": least, "power": section.lr_power},
+    }
+    if kind not in settings:
+        raise ValueError(f"unknown lr_scheduler {kind!r}; known: {', '.join(settings)}")
     if warmup_steps < 0 or total_steps < 1:
         raise ValueError(
             f"a schedule needs warmup_steps >= 0 and total_steps >= 1, not {warmup_steps} and"
             f" {total_steps}"
         )
 
+    # Its rates are the factors.
+    unit = SGD([nn.Parameter(torch.empty(0))], lr=1.0)
+    name = LONG_NAMES.get(kind, kind)
+    given = get_scheduler(name, unit, warmup_steps, total_steps, settings[kind])
+    (after_warmup,) = given.lr_lambdas
+
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
-        if kind == "constant":
-            return 1.0
-        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+        return after_warmup(min(step, total_steps))
 
     return LambdaLR(optimizer, factor)
 

@@ -31,7 +31,8 @@ def test_a_healthy_run_has_no_symptom(name: str) -> None:
 
 def test_each_check_has_a_sick_run() -> None:
     sick = sum(not name.startswith(HEALTHY) for name in HISTORIES)
-    assert sick == len(CHECKS) == 10  # a gamed reward is in tests/extras/canaries
+    # A gamed reward is in tests/extras/canaries, a deep mismatch in tests/algorithms/test_depth.py.
+    assert sick == len(CHECKS) - 1 == 10
     assert sum(name.startswith(HEALTHY) for name in HISTORIES) >= 20
 
 

@@ -31,6 +31,9 @@ CASES = {
     "smoothed": [f"--label_smoothing={EPSILON}", f"--sft_coef={COEFFICIENT}"],
     "ipo": ["--dpo_loss=ipo", "--length_normalized"],
     "hinge": ["--dpo_loss=hinge"],
+    "simpo": ["--dpo_loss=simpo", "--simpo_gamma=0.4"],
+    "orpo": ["--dpo_loss=orpo", f"--sft_coef={COEFFICIENT}"],
+    "bco": ["--dpo_loss=bco", "--ld_alpha=0.5", "--precompute_reference"],
 }
 LAYOUTS = {
     "fsdp": ["--fsdp"],
@@ -66,9 +69,28 @@ def loss_of(case: str, reference: nn.Module) -> Callable[..., Tensor]:
         ours, theirs = (
             answer_logprobs(each, row["prompt"], row[name]) for each in (model, reference)
         )
+        if case == "bco":
+            shorter = min(
+                len(answer_logprobs(reference, row["prompt"], row[each]))
+                for each in ("chosen", "rejected")
+            )
+            ratios = ours - theirs
+            return ratios[:shorter].sum() + 0.5 * ratios[shorter:].sum()
         return (ours - theirs).mean() if case == "ipo" else (ours - theirs).sum()
 
     def of_pair(model, row):
+        if case in ("simpo", "orpo"):
+            good, bad = (
+                answer_logprobs(model, row["prompt"], row[name]).mean()
+                for name in ("chosen", "rejected")
+            )
+            if case == "simpo":
+                return -torch.log(torch.sigmoid(BETA * (good - bad) - 0.4))
+            odds = [mean.exp() / (1 - mean.exp()) for mean in (good, bad)]
+            return -BETA * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
+        if case == "bco":
+            good, bad = (BETA * log_ratio(model, row, name) for name in ("chosen", "rejected"))
+            return -torch.log(torch.sigmoid(good)) - torch.log(torch.sigmoid(-bad))
         difference = log_ratio(model, row, "chosen") - log_ratio(model, row, "rejected")
         if case == "ipo":
             return (difference - 1 / (2 * BETA)) ** 2
@@ -79,7 +101,7 @@ def loss_of(case: str, reference: nn.Module) -> Callable[..., Tensor]:
 
     def of_step(model, rows):
         loss = sum(of_pair(model, row) for row in rows) / len(rows)
-        if case == "smoothed":
+        if case in ("smoothed", "orpo"):
             loss -= (
                 COEFFICIENT
                 * torch.cat(

@@ -113,10 +113,12 @@ def finished(inputs, tmp_path_factory):
     return folder
 
 
+WSD = ["--optimizer=lion", "--lr_scheduler=wsd", "--lr_decay_ratio=0.6", "--lr_min_ratio=0"]
+POLYNOMIAL = ["--lr_scheduler=polynomial", "--lr_power=2"]
 CASES = {
     "hf-fsdp": ("fsdp", []),
-    "vllm-int8-adapters": ("fsdp", [*VLLM, *ADAPTERS, "--rollout_quantization=int8"]),
-    "sglang-zero3": ("zero3", [*SGLANG, "--async_save", "--offload_idle"]),
+    "vllm-int8-adapters": ("fsdp", [*VLLM, *ADAPTERS, "--rollout_quantization=int8", *WSD]),
+    "sglang-zero3": ("zero3", [*SGLANG, "--async_save", "--offload_idle", *POLYNOMIAL]),
 }
 
 

@@ -72,7 +72,14 @@ def test_what_the_course_depends_on_may_not_change(name, value, says):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("pretrain", "other"), ("lora_alpha", 4.0), ("target_modules", ["q_proj"])]
+    "name, value",
+    [
+        ("pretrain", "other"),
+        ("lora_alpha", 4.0),
+        ("rslora", True),
+        ("lora_lr_ratio", 2.0),
+        ("target_modules", ["q_proj"]),
+    ],
 )
 def test_adapters_belong_to_their_base(name, value):
     """A checkpoint of adapters has no other weights in it."""

@@ -89,9 +89,11 @@ FILES = {
             "engine_type": "vllm",
             "loss_agg_mode": "seq-mean-token-sum-norm",
             "lora_rank": 16,
+            "rslora": True,
+            "lr_scheduler": "linear",
             "num_episodes": 3.0,
         },
-        ["use_rslora: ", "use one that does not train", ".map()"],
+        ["use one that does not train", ".map()"],
     ),
     "parts.py": (
         UNPACKED,
@@ -120,8 +122,9 @@ FILES = {
             "lora_rank": 16,
             "target_modules": ["q_proj", "k_proj"],
             "train_batch_size": 16,
+            "optimizer": "adamw_8bit",
         },
-        ["optim: write --optimizer"],
+        [],
     ),
     "verl.sh": (
         VERL,

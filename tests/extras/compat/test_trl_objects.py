@@ -96,7 +96,7 @@ def test_names_of_this_program_pass():
         ({"callbacks": [print]}, "there are no callbacks"),
         ({"optimizers": (None, None)}, "write --optimizer"),
         ({"peft_config": peft.LoraConfig(use_dora=True)}, "adapters here have no use_dora"),
-        ({"loss_type": "luspo"}, "loss_type: write"),
+        ({"loss_type": "of_mine"}, "loss_type: write"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(values, said):

@@ -302,7 +302,7 @@ def test_divided_experts_are_held_as_whole_ones_are():
 
 
 @pytest.mark.slow
-def test_muon_keeps_one_moment_of_a_matrix():
+def test_states_of_optimizers():
     config = known_config("Qwen/Qwen2.5-0.5B")
     options = {"fsdp": True, "bf16": True, "gradient_checkpointing": True, "optimizer": "muon"}
     found = step_bytes(with_layers(config, 3), options, world=2, tokens=64)
@@ -310,6 +310,14 @@ def test_muon_keeps_one_moment_of_a_matrix():
     matrices = 3 * 896 * (2 * 896 + 2 * 128 + 3 * 4864)
     others = num_parameters(with_layers(config, 3)) - matrices
     assert found.optimizer == pytest.approx((4 * matrices + 8 * others) / 2, rel=1e-3)
+
+    # 896 is no multiple of 256, and 4,864 is.
+    quantized = 3 * 896 * 4864
+    found = step_bytes(
+        with_layers(config, 3), options | {"optimizer": "adamw_8bit"}, world=2, tokens=64
+    )
+    elements = 2.03125 * quantized + 8 * (matrices + others - quantized)
+    assert found.optimizer == pytest.approx(elements / 2, rel=1e-3)
 
 
 @pytest.mark.slow

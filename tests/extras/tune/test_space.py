@@ -51,7 +51,7 @@ def test_a_question_is_read(word, parameter):
         (["beta=0.1,0.2"], "train_ppo has no such option"),
         (["learning_rate=1e-5..fast"], "expected a number, not 'fast'"),
         (["n_samples_per_prompt=4,8.5"], "expected an integer, not '8.5'"),
-        (["optimizer=adamw,sgd"], "choose from adamw, muon"),
+        (["optimizer=adamw,adam"], "choose from adamw, muon"),
         (["optimizer=adamw..muon"], "only numbers have a range"),
         (["learning_rate=1e-2..1e-5"], "LOW is below HIGH"),
         (["l2=0..1:log"], "with :log above 0"),

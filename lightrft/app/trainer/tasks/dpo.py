@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.preferences.dpo import DPOObjective
+from lightrft.algorithms.preferences.dpo import DPOObjective, answer_sums
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.app.trainer.tasks.pairs import local_pairs, pair_denominator
-from lightrft.config.sections import TrainSection
-from lightrft.core.losses import sequence_sums
+from lightrft.config.sections import REFERENCE_FREE, TrainSection
 from lightrft.core.role import LossTerm
 from lightrft.core.samples import Expand, Prompt
 from lightrft.data.preferences import CHOSEN, REJECTED
@@ -45,14 +44,16 @@ class DPOTask:
             pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand
         )
 
+        section = self.objective.section
         has_learned = self.policy.scheduler.last_epoch > 0
-        if not has_learned:
+        if not has_learned or section.dpo_loss in REFERENCE_FREE:
             batch.reference = None
         elif self.policy.reference is None:
             sums = [self._known[_digest(pairs[index])] for index in local]
             batch.reference = torch.cat([*sums, torch.zeros(0)])
         else:
-            batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
+            logprobs = self.policy.reference_logprobs(batch, rows)
+            batch.reference = answer_sums(logprobs, batch, section.ld_alpha)
 
         denominator = pair_denominator(pairs, strategy.device)
         return LossTerm(batch, rows, self.objective, denominator, self.policy.supervised)
@@ -71,7 +72,8 @@ class DPOTask:
                 chunk, data, train, max_tokens=max_tokens, expand=self.expand
             )
 
-            sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
+            logprobs = self.policy.logprobs(batch, rows)
+            sums = answer_sums(logprobs, batch, self.objective.section.ld_alpha).view(-1, 2)
             indices = share(data, torch.tensor(local, dtype=torch.int64))
             sums = share(data, sums)
             # Each row is a view, and would keep the tensor of the whole chunk in memory.
