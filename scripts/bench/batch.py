@@ -78,7 +78,8 @@ class Reached:
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     lines = [
-        "| task | batch | best learning rate | noise scale | steps to the target | predicted |",
+        "| task | batch | best learning rate | noise scale | steps to the target | predicted (the steps"
+        " against it) |",
         "|---|---|---|---|---|---|",
     ]
     for name in options.tasks:
