@@ -437,14 +437,14 @@ class StrategyBase(Backend):
         FSDP2 builds what --optimizer says. Raises ConfigError if this strategy cannot.
         """
         plain = {"adamw": create_adamw, "sgd": create_sgd}
-        create = plain.get(self.config.optim.optimizer) or self._creator(model)
+        create = plain.get(self.config.optim.optimizer) or self._muon_of(model)
         optimizer = create(model, lr, (betas[0], betas[1]), weight_decay, eps)
         if self.config.model.lora_lr_ratio != 1:
             set_rate_of_factors(optimizer, model, lr * self.config.model.lora_lr_ratio)
         return optimizer
 
-    def _creator(self, model: nn.Module) -> Callable[..., Optimizer]:
-        """Return the function that builds --optimizer as create_adamw() builds AdamW."""
+    def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
+        """Return the function that builds Muon as create_adamw() builds AdamW, if there is one."""
         raise ConfigError(
             f"--optimizer {self.config.optim.optimizer} needs FSDP2: {type(self).__name__} is"
             " another strategy"

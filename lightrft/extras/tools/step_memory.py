@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -166,8 +166,7 @@ def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> S
     model.to_empty(device="cpu")
     model.tie_weights()  # tied parameters have got memory of their own
     model = LearningModel(model)
-    with unset_fake_temporarily():  # optimizers compute tables
-        optimizer = strategy.create_optimizer(model, lr=1e-6)
+    optimizer = strategy.create_optimizer(model, lr=1e-6)
     strategy.make_ready(model)
     strategy.distribute(model, optimizer)
     tracker = FSDPMemTracker(model, optimizer)
