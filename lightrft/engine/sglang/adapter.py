@@ -75,12 +75,8 @@ class SGLangEngine(LibraryEngine):
 
     def reset_cache(self) -> None:
         with self._fatal("reset_cache"):
-            self._on_first_rank(lambda: self._forget())
-
-    def _forget(self) -> None:
-        self._shim.flush_cache()
-        if self.limits:
-            self._shim.ask("forget_images")
+            self._on_first_rank(lambda: self._shim.flush_cache())
+            self._leave_cache()
 
     def _add(self, key: int, request: Request) -> None:
         if self.axis.rank == 0:

@@ -139,11 +139,7 @@ class Program:
         self.tool_seconds = tool_seconds
 
         is_class = inspect.isclass(environment)
-        if (
-            environment is not None
-            and not is_class
-            and not inspect.iscoroutinefunction(environment)
-        ):
+        if not (environment is None or is_class or inspect.iscoroutinefunction(environment)):
             raise ValueError(
                 f"--environment: {environment!r} is neither a class nor an async function (engine,"
                 " row)"
@@ -162,12 +158,10 @@ class Program:
 
         These are the tools of --tools, and the public methods of the environment.
         """
-        has_tools = inspect.isclass(self.environment) and not self.steps
-        return self.tools | (
-            {name: _unbound(one) for name, one in tools_of(self.environment).items()}
-            if has_tools
-            else {}
-        )
+        if self.steps or not inspect.isclass(self.environment):
+            return self.tools
+        methods = tools_of(self.environment)
+        return self.tools | {name: _unbound(one) for name, one in methods.items()}
 
     async def run(self, session: Session, row: dict[str, Any]) -> None:
         """Run an episode about a row of the data."""

@@ -112,16 +112,12 @@ class TurnFormat:
         if _are_token_ids(observation):
             return self._in_vocabulary(observation)
 
-        if request.plain or not self.section.apply_chat_template:
-            if isinstance(observation, str):
-                contents = [observation]
-            else:
-                contents = [each["content"] for each in observation]
-            return self._tokenize("".join(contents))
-
         messages = observation
         if isinstance(observation, str):
             messages = [{"role": "user", "content": observation}]
+        if request.plain or not self.section.apply_chat_template:
+            return self._tokenize("".join(each["content"] for each in messages))
+
         token_ids = self._tokenize(self._between(messages, request, row))
         # The model has sampled the end of its turn itself, so the template's must not follow it. One
         # that begins the next turn follows another end.

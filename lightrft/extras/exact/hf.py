@@ -57,12 +57,10 @@ class ExactHead:
 class ExactHFEngine(HFEngine):
     """Engine with the same log-probs as the trainer, bit by bit."""
 
-    head_type = ExactHead
-
     def __init__(self, setup: EngineSetup):
         super().__init__(setup)
         products = make_exact(self.model, setup.dtype, setup.device)
-        self.head = self.head_type(products, self.model)
+        self.head = ExactHead(products, self.model)
         self.sample = self.head.sample
 
     def _forward(

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightrft.app.observe.sinks import read_rows
 from lightrft.app.run.digests import FILE, read_digests
 from lightrft.app.run.run_folder import DESCRIPTION, checkpoints_of
 from lightrft.config.command_line import load
@@ -31,7 +30,7 @@ from lightrft.config.references import (
 )
 from lightrft.config.sections import Config, has_episodes, media_columns
 from lightrft.data.prompts import load_prompts
-from lightrft.extras.recorder.differences import read_recorded
+from lightrft.extras.recorder.differences import metrics_of, read_recorded
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy.checkpoint.manifest import checkpoints
 
@@ -51,12 +50,11 @@ def write_bundle(folder: Path, step: int, path: Path) -> Path:
     """
     config, samples, checkpoint = _checked(folder, step)
     digests = read_digests(folder) if (folder / FILE).is_file() else {}
-    metrics = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == step]
     description = json.loads((folder / DESCRIPTION).read_text())
     content = {name: description.get(name) for name in OF_DESCRIPTION} | {
         "step": step,
         "digests": digests.get(step, {}),
-        "metrics": metrics[-1] if metrics else {},
+        "metrics": metrics_of(folder, step),
         "columns": _columns(config, samples),
     }
 
@@ -127,18 +125,17 @@ def _columns(config: Config, samples: list[dict[str, Any]]) -> dict[str, dict[st
 
 
 def _files(config: Config, checkpoint: Path | None) -> Iterator[tuple[Path, str]]:
-    models = {name: getattr(config.model, field) for field, name in MODEL_FOLDERS.items()}
+    folders = {name: getattr(config.model, field) for field, name in MODEL_FOLDERS.items()}
     teachers = teacher_terms(config.model.teacher_pretrain)
-    models |= {f"{TEACHER}{number}": path for number, (_, path) in enumerate(teachers)}
-    for name, path in models.items():
+    folders |= {f"{TEACHER}{number}": path for number, (_, path) in enumerate(teachers)}
+    if checkpoint is not None:
+        folders[f"checkpoints/{checkpoint.name}"] = checkpoint
+    for name, path in folders.items():
         source = Path(path or "").expanduser()
         if path and source.is_dir():
             for file in sorted(each for each in source.rglob("*") if each.is_file()):
                 yield file, f"{name}/{file.relative_to(source)}"
 
-    if checkpoint is not None:
-        for file in sorted(each for each in checkpoint.rglob("*") if each.is_file()):
-            yield file, f"checkpoints/{checkpoint.name}/{file.relative_to(checkpoint)}"
     for file, path_in_bundle in _paths_of_code(config).items():
         yield Path(file), path_in_bundle
 

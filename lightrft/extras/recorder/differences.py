@@ -174,11 +174,7 @@ def _data(folders: Sequence[Path]) -> Iterator[str]:
 
 def _measured(folders: Sequence[Path], found: Difference) -> Iterator[str]:
     """Say what metrics of the step tell about the reason."""
-    rows = []
-    for folder in folders:
-        of_step = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == found.step]
-        rows.append(of_step[-1] if of_step else {})
-
+    rows = [metrics_of(folder, found.step) for folder in folders]
     gaps = [row.get(MISMATCH_METRIC) for row in rows]
     if found.phase in ("samples", "logprobs") and None not in gaps:
         for name, gap, usual in (("first", *gaps), ("second", *reversed(gaps))):
@@ -196,6 +192,12 @@ def _measured(folders: Sequence[Path], found: Difference) -> Iterator[str]:
     norms = [row.get("train/grad_norm", math.nan) for row in rows]
     if found.phase == "gradient" and math.isclose(*norms, rel_tol=1e-6):
         yield "the norm before clipping is equal: gradients are clipped differently, or one rounds"
+
+
+def metrics_of(folder: Path, step: int) -> dict[str, Any]:
+    """Return the last metrics of a step of a run; none if there are none."""
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["step"] == step]
+    return rows[-1] if rows else {}
 
 
 # -- the sample, the tensor and the element

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -195,11 +195,8 @@ def _rewards(
         return []
 
     runner = build.build_rewards(config, strategy)
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, []).append(sample)
-    for group in groups.values():
-        runner.begin(group)
+    for _, group in groupby(samples, lambda sample: sample.group):  # they come together
+        runner.begin([*group])
     runner.finish(samples)
     return [sample.reward for sample in samples]
 
@@ -214,15 +211,13 @@ class _Step:
         tokenizer = load_tokenizer(config.model)
         config = self.config = build.build_data.with_token_ids(bundle.config, tokenizer)
         data = build.TrainingData(tokenizer, PromptSet([]), PromptSet([]), total)
-        policy, critic, teacher = build.build_ppo_roles(config, strategy, data)
-        self.policy = policy
-        self.critic = critic
+        self.policy, self.critic, teacher = build.build_ppo_roles(config, strategy, data)
         shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
         coefficients = build.build_coefficients(config.algorithm)
         self.kl_coefficient, self.entropy_coefficient = coefficients
 
-        self.roles = {"critic": critic} if critic is not None else {}
-        self.roles["actor"] = policy
+        self.roles = {"critic": self.critic} if self.critic is not None else {}
+        self.roles["actor"] = self.policy
         items = {
             "reward_shaper": shaper,
             "kl_coefficient": self.kl_coefficient,
@@ -230,7 +225,7 @@ class _Step:
         }
         self._load(bundle.folder / "checkpoints", items)
         self.make_experience = build.build_experience_maker(
-            config, policy, critic, teacher, data, shaper, *coefficients
+            config, self.policy, self.critic, teacher, data, shaper, *coefficients
         )
 
     def _load(self, folder: Path, items: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ Each problem comes with a solution.
 import platform
 import shutil
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,14 +50,9 @@ def checkup(folder: Path) -> list[Check]:
 
 def _packages() -> list[Check]:
     core = "; ".join(version_problems(CORE))
-    versions = ", ".join(
-        f"{name} {installed_version(name)}"
-        for name in ("torch", "transformers")
-        if installed_version(name)
-    )
     others = [pins for extra, pins in EXTRAS.items() if extra not in ENGINE_VERSIONS]
     optional = [problem for pins in others for problem in version_problems(pins, optional=True)]
-    named = f"Python {platform.python_version()}, {versions}"
+    named = f"Python {platform.python_version()}, {_installed(['torch', 'transformers'])}"
 
     return [
         Check("packages", named, core, fatal=bool(core)),
@@ -68,8 +64,12 @@ def _extras() -> str:
     names = dict.fromkeys(
         name for extra, pins in EXTRAS.items() if extra not in ("docs", "dev") for name in pins
     )
-    installed = [f"{name} {version}" for name in names if (version := installed_version(name))]
-    return ", ".join(installed) or "none"
+    return _installed(names) or "none"
+
+
+def _installed(names: Iterable[str]) -> str:
+    found = [f"{name} {version}" for name in names if (version := installed_version(name))]
+    return ", ".join(found)
 
 
 def _engines() -> list[Check]:

@@ -288,10 +288,7 @@ class Planner:
             of_sequences=self.of_sequences() and self.sp == 1 and not self.config.model.lora_rank,
         )
         resident_states = step.parameters + step.gradients + step.optimizer
-        block = max(
-            step.peak - resident_states - step.activations,
-            step.at_head + head - resident_states - step.activations,
-        )
+        block = max(step.peak, step.at_head + head) - resident_states - step.activations
         if self.config.strategy.strategy == "deepspeed":
             block = self.work_of_zero(head)
 

@@ -66,11 +66,8 @@ def _message(item: Body) -> Message:
     """Return an item as a message of a chat; a turn of the assistant may have several items."""
     match item.get("type", "message"):
         case "message":
-            role = item.get("role")
-            return {
-                "role": "system" if role == "developer" else role,
-                "content": item.get("content"),
-            }
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            return {"role": role, "content": item.get("content")}
         case "function_call":
             call = {"id": item.get("call_id"), "function": item}
             return {"role": "assistant", "tool_calls": [call]}

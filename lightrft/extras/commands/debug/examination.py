@@ -132,10 +132,8 @@ def _gaps(diagnosis: Diagnosis, strategy: str) -> Table:
 
     for name, gap in diagnosis.gaps.items():
         allowed = 0.0 if diagnosis.exact else MAX_MISMATCH[diagnosis.dtype]
-        colour = "green" if gap.mean <= allowed else "red"
-        mean = f"[{colour}]{gap.mean:.1e}[/]"
-        numbers = f"{gap.largest:.1e}", f"{gap.mean_exp:.4f}"
-        table.add_row(name, str(gap.tokens), mean, *numbers, escape(gap.worst))
+        numbers = _coloured(gap.mean, allowed), f"{gap.largest:.1e}", f"{gap.mean_exp:.4f}"
+        table.add_row(name, str(gap.tokens), *numbers, escape(gap.worst))
 
     return table
 
@@ -154,7 +152,7 @@ def _outputs(diagnosis: Diagnosis) -> Table:
 
     for gap in outputs[start : start + OUTPUTS_SHOWN]:
         mark = " [bold red]<- first difference[/]" if gap is diagnosis.first else ""
-        colour = "red" if gap.differs else "green"
-        table.add_row(gap.name + mark, f"[{colour}]{gap.relative:.1e}[/]", f"{gap.allowed:.1e}")
+        relative = _coloured(gap.relative, gap.allowed)
+        table.add_row(gap.name + mark, relative, f"{gap.allowed:.1e}")
 
     return table

@@ -11,7 +11,7 @@ has a line for each row.
 import csv
 import json
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,9 @@ def _write_table(
     folder: Path, records: Sequence[RowRecord], found: Sequence[Suspect], rates: BetaBinomial
 ) -> None:
     """Write the table of the report, and the report."""
-    reasons: dict[int, list[str]] = {}
+    reasons: dict[int, list[str]] = defaultdict(list)
     for each in found:
-        reasons.setdefault(each.record.row, []).append(
-            f"{each.kind.replace('_', ' ')}: {each.evidence}"
-        )
+        reasons[each.record.row].append(f"{each.kind.replace('_', ' ')}: {each.evidence}")
 
     ordered = {each.row: each for each in [*(one.record for one in found), *records]}
     rows = []
@@ -100,7 +98,7 @@ def _write_table(
         rate = rates.posterior(record.total("right"), record.total("responses"))
         shown = [Path(record.location).name, excerpt(record.prompt), ", ".join(record.labels)]
         shown += [len(record.draws), *rate, 1000 * signals / max(record.total("tokens"), 1)]
-        rows.append([*shown, record.draws[-1].step, "; ".join(reasons.get(record.row, []))])
+        rows.append([*shown, record.draws[-1].step, "; ".join(reasons[record.row])])
     (folder / LEDGER).write_text(json.dumps({"rows": rows, "count": len(records)}))
     logger.info("report: {}", write_report(folder))
 
