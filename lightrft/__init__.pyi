@@ -439,8 +439,6 @@ class TrainPpoFlags(TypedDict, total=False):
     """Number of draws k of the estimator pass_at_k."""
     distill_coef: float
     """On-policy distillation: coefficient of the log p_teacher - log p_actor that is added to the advantage of each token; 0: no teacher. With --distill_top_k, coefficient of the divergence from the teacher in the loss."""
-    distill_prefix_weight: float
-    """IW-OPD: multiply what the teacher adds to the advantage by 1 plus this number at the first token, and by less the more of the disagreement of the response lies before a token (0.5 in TRL); it has no effect with --distill_top_k."""
     distill_top_k: int
     """Distil the teacher's distribution over this number of its likeliest tokens, with one more probability for all others (64 is usual; as many as the vocabulary has: the whole distribution); 0: only the log-prob of the sampled token."""
     distill_beta: float

@@ -23,7 +23,7 @@ from lightrft.core.advantages import (
 )
 from lightrft.core.batch import Batch
 from lightrft.core.groups import RIGHT
-from lightrft.core.losses import Sum, sequence_sums
+from lightrft.core.losses import Sum
 from lightrft.registry import Registry
 
 estimators = Registry("advantage estimator", flag="--advantage_estimator")
@@ -255,19 +255,6 @@ def teacher_advantages(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
     advantage of the task. On-policy distillation: Agarwal et al., arXiv 2306.13649.
     """
     return teacher_logprobs - logprobs
-
-
-def prefix_weights(gap: Tensor, batch: Batch, gamma: float) -> Tensor:
-    """1 + gamma (1 - sum_{s < t} |gap_s| / sum_s |gap_s|), sums over each sequence. [T] -> [T].
-
-    `gap` is that of teacher_advantages(), and 0 at tokens that are not learned. What follows a long
-    disagreement counts less. IW-OPD, arXiv 2606.22600.
-    """
-    sizes = gap.abs().double()
-    totals = sequence_sums(sizes, batch)
-    before = sizes.cumsum(0) - sizes - (totals.cumsum(0) - totals)[batch.sequence_ids]
-    share = before / totals.clamp(min=1e-8)[batch.sequence_ids]
-    return (1 + gamma * (1 - share)).to(gap.dtype)
 
 
 def whiten(values: Tensor, mask: Tensor, total: Sum, *, eps: float = 1e-8) -> Tensor:

@@ -446,8 +446,7 @@ class StrategyBase(Backend):
     def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
         """Return the function that builds Muon as create_adamw() builds AdamW, if there is one."""
         raise ConfigError(
-            f"--optimizer {self.config.optim.optimizer} needs FSDP2: {type(self).__name__} is"
-            " another strategy"
+            f"--optimizer muon needs FSDP2: {type(self).__name__} is another strategy"
         )
 
     def create_scheduler(

@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.flat import make_batch
-from lightrft.algorithms.advantage import (
-    explained_variance,
-    gae,
-    prefix_weights,
-    teacher_advantages,
-    whiten,
-)
+from lightrft.algorithms.advantage import explained_variance, gae, teacher_advantages, whiten
 from lightrft.core.advantages import reward_to_go
-from lightrft.core.batch import Batch
 
 
 def alone(total: torch.Tensor) -> torch.Tensor:
@@ -156,17 +149,6 @@ def test_gae_is_the_recursion(masks, gamma, lambd, random):
 def test_distillation_rewards_what_the_teacher_finds_likelier():
     found = teacher_advantages(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -0.5]))
     assert found.tolist() == [-2.0, 1.5]
-
-
-def test_weights_fall_with_the_disagreement_before_a_token():
-    """Two responses, with prompts of two tokens and one."""
-    lengths = torch.tensor([5, 3])
-    gap = torch.tensor([0, 0, -1.0, 3.0, 0.5, 0, 2.0, 0.0], dtype=torch.float64)
-    tokens = torch.zeros(8, dtype=torch.int64)
-    sequences = Batch(lengths, tokens, gap != 0, rows=torch.arange(len(lengths)))
-    first = [1.5, 1.5, 1.5, 1 + 0.5 * (1 - 1 / 4.5), 1 + 0.5 * (1 - 4 / 4.5)]
-    found = prefix_weights(gap, sequences, 0.5)
-    assert found.tolist() == pytest.approx([*first, 1.5, 1.5, 1.0], rel=1e-12)
 
 
 def test_whitening_by_hand():

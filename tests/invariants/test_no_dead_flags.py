@@ -84,7 +84,6 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "value_clip": (CRITIC, ["--value_clip=0.001"]),
     "pass_k": (["--advantage_estimator=pass_at_k"], ["--pass_k=1"]),
     "distill_coef": (TEACHER, ["--distill_coef=0.9"]),
-    "distill_prefix_weight": (TEACHER, ["--distill_prefix_weight=0.5"]),
     "distill_top_k": (TEACHER, ["--distill_top_k=20"]),
     "distill_beta": (DISTRIBUTION, ["--distill_beta=1"]),
     "aux_loss_coef": (EXPERTS, ["--aux_loss_coef=9"]),

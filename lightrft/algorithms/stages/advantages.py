@@ -8,13 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import (
-    explained_variance,
-    gae,
-    prefix_weights,
-    teacher_advantages,
-    whiten,
-)
+from lightrft.algorithms.advantage import explained_variance, gae, teacher_advantages, whiten
 from lightrft.algorithms.roles.teacher import Teacher, TeacherOfTokens
 from lightrft.core.advantages import PolicyLogprobs, Stage
 from lightrft.core.batch import Experience, Rows, TrainingPlan
@@ -101,10 +95,9 @@ class TeacherTerm(Stage):
     reads = ("old_logprobs", "advantages")
     writes = ("advantages",)
 
-    def __init__(self, teacher: Teacher, coefficient: float, prefix_weight: float = 0.0):
+    def __init__(self, teacher: Teacher, coefficient: float):
         self.teacher = teacher
         self.coefficient = coefficient
-        self.prefix_weight = prefix_weight
 
     def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
         experience = plan.experience
@@ -113,8 +106,6 @@ class TeacherTerm(Stage):
         # The teacher judges only what the policy sampled.
         gap = torch.where(learned, teacher_advantages(experience.old_logprobs, logprobs), 0.0)
         metrics.mean("rollout/teacher_kl", -gap, learned)
-        if self.prefix_weight:
-            gap = gap * prefix_weights(gap, experience, self.prefix_weight)
         experience.advantages = experience.advantages + self.coefficient * gap
 
 

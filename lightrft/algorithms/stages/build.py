@@ -89,8 +89,7 @@ def experience_maker(
     else:
         chosen.append(advantages.GeneralizedAdvantages(algorithm.gamma, algorithm.lambd, data.sum))
     if teacher is not None and not algorithm.distill_top_k:
-        weight = algorithm.distill_prefix_weight
-        chosen.append(advantages.TeacherTerm(teacher, algorithm.distill_coef, weight))
+        chosen.append(advantages.TeacherTerm(teacher, algorithm.distill_coef))
     if algorithm.advantages_norm or algorithm.advantage_clip is not None:
         chosen.append(
             advantages.NormalizedAdvantages(

@@ -101,13 +101,11 @@ class Study:
             parts = [same.permutation(FIRST_TRIALS)[number] for _ in self.parameters]
             yield self._values((np.array(parts) + generator.random(len(parts))) / FIRST_TRIALS)
         elif measured:
-            sampler = optuna.samplers.GPSampler(
-                seed=int(generator.integers(2**31)), n_startup_trials=1
-            )
+            seed = int(generator.integers(2**31))
+            sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=1)
             study = optuna.create_study(sampler=sampler, direction=self.direction)
-            study.add_trials(
-                self._frozen(each, TrialState.COMPLETE, each.values[0]) for each in measured
-            )
+            for each in measured:
+                study.add_trial(self._frozen(each, TrialState.COMPLETE, each.values[0]))
             for _ in range(MOST_PROPOSALS):
                 proposed = study.ask(self.distributions).params
                 yield {each.name: _rounded(each, proposed[each.name]) for each in self.parameters}
