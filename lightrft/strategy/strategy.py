@@ -445,9 +445,8 @@ class StrategyBase(Backend):
 
     def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
         """Return the function that builds Muon as create_adamw() builds AdamW, if there is one."""
-        raise ConfigError(
-            f"--optimizer muon needs FSDP2: {type(self).__name__} is another strategy"
-        )
+        name = type(self).__name__
+        raise ConfigError(f"--optimizer muon needs FSDP2: {name} is another strategy")
 
     def create_scheduler(
         self, optimizer: Optimizer, kind: str, warmup_steps: int, total_steps: int
