@@ -1,13 +1,13 @@
 """Compare what `lightrft tune` chooses with the best of a grid that was run whole.
 
-    lightrft quickstart                                        # the models and the data
+    lightrft quickstart                                         # the models and the data
+    python scripts/prepare_quickstart.py --out runs/quickstart/data    # the pairs of DPO
     python -m scripts.bench.tune runs/quickstart --out runs/bench_tune
 
-Recipes are GRPO of the quick start, from the model after the warm-up, and the warm-up itself. The
-grid is run once. Then the same ranges are searched with several seeds, and what each search chose
-is compared with the grid by the results of its own last run. `--write` puts the table into
-docs/tune.md. A run of GRPO takes half a minute on a quiet core, and one of the warm-up ten seconds:
-the whole takes about half an hour.
+Recipes are GRPO of the quick start from the model after the warm-up, the warm-up itself, and DPO
+after it. The grid is run once. Then the same ranges are searched with several seeds, and what each
+search chose is compared with the grid by the results of its own last run. `--write` puts the table
+into docs/tune.md. A run of GRPO takes half a minute on a quiet core, the others ten seconds.
 """
 
 import argparse
