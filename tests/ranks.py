@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
@@ -331,3 +332,4 @@ def fake_group(world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # see lightrft/extras/tools/step_memory.py

@@ -1,4 +1,4 @@
-"""Optimizers of torch: sharded steps equal those of the library."""
+"""Optimizers of torch: sharded steps equal those of the library, and resume."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightrft.strategy.backends import optim
-from ranks import run_cases
+from ranks import run_cases, whole
 from strategy.training import load, snapshot, strategy
 
 RATE = 1e-3
@@ -64,17 +64,34 @@ def plain_steps(folder: str) -> dict[str, Tensor]:
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
-def steps(folder: str, args: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the parameters after four steps; there are no states."""
-    made = strategy(optimizer="sgd", **args)
-    model = load(folder)
-    optimizer = made.create_optimizer(model, RATE, BETAS, DECAY)
-    model, optimizer = made.prepare((model, optimizer))
-    for step in range(4):
-        give_gradients(model, step)
-        optim.step(optimizer)
-    assert not any(optimizer.state.values())
-    return snapshot(made, model)
+def steps(folder: str, name: str, root: Path, other: Path | None, args: dict[str, Any]) -> list:
+    """Return parameters and states after four steps: in one go, and from checkpoints after two.
+
+    `other` is a folder of another layout. A resumed run is sent to the host and back.
+    """
+    made = strategy(optimizer=name, **args)
+    found = []
+    for source in (None, root, other) if other else (None, root):
+        model = load(folder)
+        optimizer = made.create_optimizer(model, RATE, BETAS, DECAY)
+        model, optimizer = made.prepare((model, optimizer))
+        for step in range(4) if source is None else range(2, 4):
+            if source and step == 2:
+                made.load_ckpt(model, source, optimizer=optimizer)
+                made.maybe_offload_optimizer(optimizer)
+                made.maybe_load_optimizer(optimizer)
+            give_gradients(model, step)
+            optim.step(optimizer)
+            if source is None and step == 1:
+                made.save_ckpt(model, root, "two", optimizer=optimizer)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        states = {
+            f"{names[parameter]}/{key}": whole(value).clone() if key != "step" else value
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+        found.append((snapshot(made, model), states))
+    return found
 
 
 def assert_same(found: dict, expected: dict) -> None:
@@ -89,12 +106,18 @@ CASES = {
 }
 
 
-def test_sharded_steps_equal_the_library(wide):
-    """On one rank and on two: sharded, with tensor parallelism, and in replicas."""
+def test_sharded_steps_equal_the_library_and_resume(wide, tmp_path):
+    """On one rank, and from there on two: sharded, with tensor parallelism, and in replicas."""
     expected = plain_steps(wide)
     for ranks, layouts in CASES.items():
-        cases = {layout: (wide, args) for layout, args in layouts.items()}
+        first = tmp_path / "1plain"
+        cases = {
+            layout: (wide, "sgd", tmp_path / f"{ranks}{layout}", first if ranks > 1 else None, args)
+            for layout, args in layouts.items()
+        }
         for of_ranks in run_cases(ranks, steps, cases).values():
-            for parameters in of_ranks:
-                assert_same(parameters, expected)
+            for runs in of_ranks:
+                for parameters, states in runs:
+                    assert_same(parameters, expected)
+                    assert not states  # so no bytes, as docs/algorithms.md says
     assert "| `sgd` | 0.00 |" in Path("docs/algorithms.md").read_text()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -125,6 +126,9 @@ def fake_group(world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # torch keeps layouts of shards with this mesh, and would take them for those of another
+        # rank in a process that is forked from this one.
+        _clear_sharding_prop_cache()
 
 
 def step_bytes(
@@ -191,12 +195,8 @@ def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> S
         after = _now(tracker)
 
     gradients = between["Total"] - between["Sharded Param"] - between["Activation"]
-    activations = (
-        forward["Total"]
-        - forward["Sharded Param"]
-        - gradients
-        - sum(forward[name] for name in GATHERED)
-    )
+    others = gradients + sum(forward[name] for name in GATHERED)
+    activations = forward["Total"] - forward["Sharded Param"] - others
     optimizer_states = after["OptState"]
 
     return StepBytes(

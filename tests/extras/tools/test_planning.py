@@ -12,7 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightrft.config import Config
 from lightrft.config.command_line import parse
@@ -23,6 +27,7 @@ from lightrft.extras.tools.planning import Planner
 from lightrft.extras.tools.shapes import known_config, model_config
 from lightrft.extras.tools.step_memory import (
     TRACED_LAYERS,
+    fake_group,
     layer_period,
     num_parameters,
     of_tensor_parallel,
@@ -33,6 +38,7 @@ from lightrft.extras.tools.step_memory import (
 from lightrft.extras.tools.step_time import StepWork, Traffic, kv_bytes, seconds
 from lightrft.models.parallel.peaks import DEVICES
 from lightrft.strategy.checkpoint.model_folders import name_folders
+from ranks import run_ranks
 from tiny import tiny_hybrid, tiny_model
 from warm import warm_python
 
@@ -618,3 +624,21 @@ AMOUNTS = {157_120: "157,120", 34_500_000: "34.5 million", 7_615_000_000: "7.62 
 @pytest.mark.parametrize(("number", "text"), AMOUNTS.items())
 def test_amounts_are_for_people(number, text):
     assert amount(number) == text
+
+
+def offset_of_shard() -> int:
+    """Return where this rank's part of a vector begins, after an operation of torch."""
+    vector = DTensor.from_local(torch.ones(64), init_device_mesh("cpu", (2,)), [Shard(0)])
+    doubled = 2 * vector
+    _, offset = compute_local_shape_and_global_offset(
+        doubled.shape, doubled.device_mesh, doubled.placements
+    )
+    return offset[0]
+
+
+def test_a_plan_leaves_no_layouts_of_its_rank_behind():
+    """torch keeps the layout of a result, and ranks are forked from this process."""
+    with fake_group(2):
+        assert offset_of_shard() == 0
+
+    assert run_ranks(2, offset_of_shard) == [0, 64]
