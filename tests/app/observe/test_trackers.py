@@ -37,8 +37,19 @@ ROWS = [
 OFFLINE = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "COMET_START_ONLINE": "0"}
 
 
+def forget(package: str) -> None:
+    """Let the package be imported anew.
+
+    Another test may have imported it, for example through TRL, and Trackio reads its folder from
+    the environment only then.
+    """
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+
+
 def run_twice(name: str, folder: str) -> list[str]:
     """A run of two steps, and one that resumes after the first; returns the ids."""
+    forget("trackio")
     os.environ.update(
         OFFLINE,
         TRACKIO_DIR=f"{folder}/trackio",
@@ -222,6 +233,7 @@ def test_the_end_waits_only_for_a_while(failing, tmp_path, monkeypatch):
 def train_to_trackio(flags: list[str], folder: str, broken: set[str]) -> None:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+    forget("trackio")
     os.environ.update(TRACKIO_DIR=folder, SOME_TOKEN=SECRET)
     if broken:
         LOGGER_TYPE_TO_CLASS["trackio"], Failing.broken = Failing, broken
