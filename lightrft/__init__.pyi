@@ -389,6 +389,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """clip_cov draws the tokens that it masks from this range of the covariance: two numbers."""
     high_entropy_token_ratio: float
     """Train only on the tokens with the highest entropy: this share of the tokens of an optimizer step (0.2 in the paper); 0: all tokens."""
+    observation_coef: float
+    """Learn also to predict what the environment, the tools or the agent's program answer: the coefficient of the mean negative log-likelihood of these tokens (0.05 in the paper)."""
     entropy_coef: float
     """Coefficient of the entropy bonus."""
     entropy_target: float | None

@@ -711,6 +711,10 @@ def test_a_sequence_that_fits_no_microbatch():
         ),
         (["--entropy_target=0"], "--entropy_target must be above 0"),
         (
+            ["--observation_coef=0.1", "--tools=calculator", "--top_p=0.9"],
+            "--observation_coef does not support --top_p: observations were not sampled",
+        ),
+        (
             ["--off_policy_delta=0"],
             "--off_policy_delta must be above 0, because rounding decides at 0; omit it",
         ),
@@ -1125,7 +1129,7 @@ def test_field_names_are_unique_over_all_sections():
 
 
 def test_the_number_of_knobs_stays_in_hand():
-    assert len(section_of_field()) <= 315
+    assert len(section_of_field()) <= 316
 
 
 def test_commands_read_sections_that_exist():

@@ -74,6 +74,15 @@ def lite_ppo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     return (rewards - group_mean_std(rewards, groups)[0]) / (batch_std(rewards) + eps)
 
 
+@estimators.register("prpo")
+def prpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
+    """A_i = (R_i - mean R) / (std R + eps), over all samples of the step, whatever their prompt.
+
+    Rewards of different prompts have to be comparable. The estimator prpo of rLLM.
+    """
+    return (rewards - rewards.mean()) / (batch_std(rewards) + eps)
+
+
 @estimators.register("maxrl")
 def maxrl(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = (R_i - mean_g R) / mean_g R; 0 where the mean is not above 0.

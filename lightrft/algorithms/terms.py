@@ -36,6 +36,8 @@ from lightrft.core.losses import (
 
 DEPTHS = {"1k": 1024, "4k": 4096, "16k": 16384, "64k": 65536}
 """Depth of the context in names of metrics -> its first position."""
+OBSERVATIONS = "observation_weights"
+"""Column [T] float32: weight of each observation of an episode, with --observation_coef."""
 
 
 class EngineCorrection(Term):
@@ -188,6 +190,20 @@ class MeasuredObjective(PolicyObjective):
         return loss, report
 
 
+class WithObservations(MeasuredObjective):
+    """Adds the negative log-likelihood of observations, times their weights.
+
+    The policy learns what its environment answers. ECHO, arXiv 2605.24517.
+    """
+
+    def __call__(self, values: Tensor, batch: Experience, denominator: Denominator) -> Reported:
+        loss, report = super().__call__(values, batch, denominator)
+        weights = getattr(batch, OBSERVATIONS)
+        surprise = torch.where(weights > 0, -(values if values.ndim == 1 else values[:, 0]), 0.0)
+        report["train/observation_loss"] = Weighted(surprise.detach(), weights > 0)
+        return loss + (weights * surprise).sum(), report
+
+
 COLUMNS = {"batch", *(field.name for field in fields(Experience))}
 """Options of a policy loss that come from the samples, not from the configuration."""
 
@@ -235,6 +251,8 @@ def policy_objective(
     if section.branch_weight == "episode":
         mean = weighted_by_branch(mean)
     kind = MeasuredObjective if longest > DEPTHS["1k"] else PolicyObjective
+    if section.observation_coef:
+        kind = WithObservations
     return kind(loss, terms, mean=mean, **options_of(loss, section))
 
 

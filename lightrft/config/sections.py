@@ -798,6 +798,9 @@ class AlgorithmSection(Section, commands=PPO):
     high_entropy_token_ratio: float = option(0.0, A_SHARE)
     """Train only on the tokens with the highest entropy: this share of the tokens of an optimizer
     step (0.2 in the paper); 0: all tokens."""
+    observation_coef: float = option(0.0, NOT_NEGATIVE, needs=EPISODES)
+    """Learn also to predict what the environment, the tools or the agent's program answer: the
+    coefficient of the mean negative log-likelihood of these tokens (0.05 in the paper)."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     entropy_target: float | None = option(None, POSITIVE)

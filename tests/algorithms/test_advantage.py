@@ -255,6 +255,13 @@ def test_the_group_mean_and_the_deviation_of_the_whole_step():
     assert result == pytest.approx(expected, abs=1e-9)
 
 
+def test_the_mean_and_the_deviation_of_the_whole_step():
+    # the same five rewards: of all of them 1.6
+    result = estimate("prpo", [0.0, 1.0, 2.0, 4.0, 1.0], [0, 0, 1, 1, 2], eps=1e-12)
+    std = math.sqrt(9.2 / 4)
+    assert result == pytest.approx([each / std for each in (-1.6, -0.6, 0.4, 2.4, -0.6)], abs=1e-9)
+
+
 def test_rare_right_responses_count_more():
     # means 1/4 and 1/2, and a group without a right response: (1 - 1/4) / (1/4) = 3, -1; 1, -1; 0
     rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
@@ -347,6 +354,7 @@ def test_every_estimator_is_tested_here():
         *COMPARING,
         "reinforce",
         "reinforce++",
+        "prpo",
         "gae",
         "ppo",
         "distill",

@@ -153,8 +153,9 @@ def test_every_field_is_covered():
     reported = {"measure_kl"}  # a metric more, and no other number
     # tests/app/trainer/test_reference.py
     later = {"entropy_step", "ref_refresh_steps", "ref_ema"}
-    # tests/extras/agents/test_roles.py, tests/algorithms/rollout/test_experience.py
-    of_episodes = {"role_advantage", "train_roles", "branch_weight"}
+    # tests/extras/agents/test_roles.py, tests/algorithms/rollout/test_experience.py,
+    # tests/algorithms/roles/test_observations.py
+    of_episodes = {"role_advantage", "train_roles", "branch_weight", "observation_coef"}
     assert set(TURNED) == names - where_and_how_long - reported - later - of_episodes, (
         "those say where and how long a reward is asked"
     )

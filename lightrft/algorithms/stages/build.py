@@ -12,7 +12,7 @@ from lightrft.algorithms.rollout.experience import BranchExperience, EarlyOutput
 from lightrft.algorithms.stages import advantages, filters
 from lightrft.algorithms.stages.branch_weights import BranchWeights, split_among_branches
 from lightrft.algorithms.stages.penalty import EntropyControl, KLPenalty
-from lightrft.algorithms.stages.tokens import HighEntropyTokens, SelectedTokens
+from lightrft.algorithms.stages.tokens import HighEntropyTokens, LearnedObservations, SelectedTokens
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.core.advantages import CompareRewards, PolicyLogprobs, RewardToGo, Stage
 from lightrft.core.batch import Experience
@@ -103,6 +103,8 @@ def experience_maker(
         chosen.append(SelectedTokens(algorithm, data.sum))
     if algorithm.branch_weight == "episode":
         chosen.append(BranchWeights(data.sum, by_token=algorithm.loss_agg_mode == "token-mean"))
+    if algorithm.observation_coef:
+        chosen.append(LearnedObservations(algorithm.observation_coef, data.sum))
     # The last one, because its columns only matter to the update.
     if algorithm.distill_top_k:
         num_candidates = min(algorithm.distill_top_k, policy.vocabulary_size)

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.options import options_of
 from lightrft.algorithms.selection import top_share
+from lightrft.algorithms.terms import OBSERVATIONS
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.advantages import Stage
 from lightrft.core.batch import Experience, TrainingPlan, token_index
@@ -45,6 +47,34 @@ class SelectedTokens(Stage):
         plan.experience.marked = of_steps(
             plan, lambda rows: self.select(rows, self.total, **self.options)
         )
+
+
+class LearnedObservations(Stage):
+    """Weights the observations of episodes for a loss of their own (--observation_coef).
+
+    They are the tokens after the first learned one of a sequence that are not learned themselves.
+    The weights of an optimizer step sum to the coefficient over all ranks.
+    """
+
+    writes = (OBSERVATIONS,)
+
+    def __init__(self, coefficient: float, total: Sum):
+        self.coefficient = coefficient
+        self.total = total
+
+    def __call__(self, plan: TrainingPlan, metrics: Metrics) -> None:
+        experience = plan.experience
+        learned = F.pad(experience.loss_mask.cumsum(0), (1, 0))
+        before = learned[experience.offsets[:-1]][experience.sequence_ids]
+        observed = ((learned[1:] > before) & ~experience.loss_mask).float()
+
+        weights = torch.zeros_like(observed)
+        for minibatch in plan.minibatches:
+            rows = torch.tensor([row for members in minibatch for row in members]).long()
+            tokens = token_index(experience.offsets, rows)
+            count = self.total(observed[tokens].sum())
+            weights[tokens] = observed[tokens] * self.coefficient / count.clamp(min=1)
+        experience.set_column(OBSERVATIONS, weights)
 
 
 def of_steps(plan: TrainingPlan, choose: Callable[[Experience], Tensor]) -> Tensor:

@@ -194,7 +194,7 @@ def test_episodes_are_alike_in_every_layout(inputs, tmp_path):
         ["--fsdp=false", "--zero_stage=3", "--overlap", "--max_epochs=1", "--init_kl_coef=0"],
     ]
     runs = [
-        ([*inputs, "--max_steps=2", *layout], tmp_path / str(number))
+        ([*inputs, "--max_steps=2", "--observation_coef=0.05", *layout], tmp_path / str(number))
         for number, layout in enumerate(layouts)
     ]
     plain, *others = train_in_turn("train_ppo", 2, runs)
