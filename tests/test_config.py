@@ -711,7 +711,7 @@ def test_a_sequence_that_fits_no_microbatch():
         ),
         (["--entropy_target=0"], "--entropy_target must be above 0"),
         (
-            ["--observation_coef=0.1", "--tools=calculator", "--top_p=0.9"],
+            ["--observation_coef=0.1", "--environment=a.py:B", "--top_p=0.9"],
             "--observation_coef does not support --top_p: observations were not sampled",
         ),
         (
