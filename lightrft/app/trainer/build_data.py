@@ -122,7 +122,9 @@ def load_rewarded(
         measure=expand and expand.measure,
         distinguishing=config.reward.reward_key,
         requirements=requirements,
-        keep_input=has_episodes(config.environment) or rewards.function.reads_messages,
+        keep_input=has_episodes(config.environment)
+        or rewards.function.reads_messages
+        or source == "eval_data",
     )
 
 

@@ -22,6 +22,7 @@ from lightrft.config.sections import Config
 from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.data.loader import share_of
+from lightrft.data.prompts import INPUT
 from lightrft.models.parallel.collectives import Axis
 from lightrft.strategy.strategy import StrategyBase
 
@@ -120,11 +121,13 @@ def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[
 def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
     """Yield a row for each response to a prompt, the greedy one first."""
     where = {"set": name} if name else {}
-    index = group.responses[0].prompt.index
+    prompt = group.responses[0].prompt
+    data = {"input": prompt.columns.get(INPUT), "tools": prompt.columns.get("tools")}
+    where |= {name: value for name, value in data.items() if value}
     labels = [*["greedy"] * len(group.others), *range(len(group.samples))]
     for label, row in zip(labels, sample_rows([*group.others, *group.samples]), strict=True):
         row.pop("group")
-        yield {**where, "row": index, "sample": label, **row}
+        yield {**where, "row": prompt.index, "sample": label, **row}
 
 
 def table(title: str, sets: list[HeldOut], estimates: list[dict[str, Estimate]]) -> Table:
