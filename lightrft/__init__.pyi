@@ -493,10 +493,10 @@ class TrainPpoFlags(TypedDict, total=False):
     """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon', 'sgd']
-    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum. An element of a matrix takes 8 bytes of states with adamw, 4 with muon, and none with sgd."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float
@@ -775,10 +775,10 @@ class TrainSftFlags(TypedDict, total=False):
     """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon', 'sgd']
-    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum. An element of a matrix takes 8 bytes of states with adamw, 4 with muon, and none with sgd."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float
@@ -1036,10 +1036,10 @@ class TrainRmFlags(TypedDict, total=False):
     """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon', 'sgd']
-    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum. An element of a matrix takes 8 bytes of states with adamw, 4 with muon, and none with sgd."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float
@@ -1285,10 +1285,10 @@ class TrainPrmFlags(TypedDict, total=False):
     """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon', 'sgd']
-    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum. An element of a matrix takes 8 bytes of states with adamw, 4 with muon, and none with sgd."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float
@@ -1550,10 +1550,10 @@ class TrainDpoFlags(TypedDict, total=False):
     """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon', 'sgd']
-    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum. An element of a matrix takes 8 bytes of states with adamw, 4 with muon, and none with sgd."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float
@@ -1809,10 +1809,10 @@ class TrainKtoFlags(TypedDict, total=False):
     """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal['adamw', 'muon', 'sgd']
-    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum. An element of a matrix takes 8 bytes of states with adamw, 4 with muon, and none with sgd."""
+    optimizer: Literal['adamw', 'muon', 'sgd', 'lion', 'adamw_8bit']
+    """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion, about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] | str
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float

@@ -93,6 +93,7 @@ def _missing_packages(config: Config, command: str) -> Iterator[str]:
         ("load_in_4bit", "", run.load_in_4bit and ("bitsandbytes", "qlora")),
         ("fp8_training", "", run.fp8_training and ("torchao", "fp8")),
         ("lora_rank", run.lora_rank, run.lora_rank > 0 and ("peft", "lora")),
+        ("optimizer", run.optimizer, NEEDED_PACKAGES["optimizers"].get(run.optimizer)),
         ("strategy", "deepspeed", deepspeed and ("deepspeed", "deepspeed")),
         ("agent", run.agent, run.agent and ("openai", "agents")),
         ("teacher_url", run.teacher_url, run.teacher_url and ("httpx", "http")),

@@ -1051,13 +1051,14 @@ class OptimSection(Section, commands=TRAINING):
     """Exponent of the polynomial. 1: a line."""
     lr_warmup_ratio: float = option(0.03, SHARE)
     """Share of all optimizer steps used for the warm-up."""
-    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "muon", "sgd", "lion", "adamw_8bit"] = "adamw"
     """Optimizer of all models that learn; all but adamw need --fsdp. muon orthogonalises the
     updates of the matrices in the blocks (arXiv 2502.16982), at the learning rate and weight decay
-    of AdamW, and trains all other parameters with AdamW. sgd has no momentum. An
-    element of a matrix takes 8 bytes of states with adamw, 4 with muon, and none with sgd."""
+    of AdamW, and trains all other parameters with AdamW. sgd has no momentum; lion and adamw_8bit
+    come from bitsandbytes. A parameter takes 8 bytes of states with adamw, 4 with muon and lion,
+    about 2 with adamw_8bit, and none with sgd."""
     adam_betas: list[float] = option([0.9, 0.95], BETAS)
-    """Two decay rates of AdamW. The momentum of --optimizer muon is always 0.95."""
+    """Two decay rates of AdamW and lion. The momentum of --optimizer muon is always 0.95."""
     l2: float = option(0.0, NOT_NEGATIVE)
     """Weight decay, applied to matrices only (not to norms and biases)."""
     max_norm: float = option(1.0, NOT_NEGATIVE)

@@ -53,10 +53,16 @@ class FSDPStrategy(StrategyBase):
         self._replicas.clear()
         super().close()
 
-    def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
-        from lightrft.strategy.backends.muon import create_muon
+    def _creator(self, model: nn.Module) -> Callable[..., Optimizer]:
+        name = self.config.optim.optimizer
+        if name == "muon":
+            from lightrft.strategy.backends.muon import create_muon
 
-        return partial(create_muon, blocks=blocks(model))
+            return partial(create_muon, blocks=blocks(model))
+
+        from lightrft.strategy.backends.bitsandbytes import create
+
+        return partial(create, name)
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         """Split by tensor parallelism, shard, materialize, and let the optimizer follow."""

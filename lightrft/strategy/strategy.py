@@ -437,16 +437,17 @@ class StrategyBase(Backend):
         FSDP2 builds what --optimizer says. Raises ConfigError if this strategy cannot.
         """
         plain = {"adamw": create_adamw, "sgd": create_sgd}
-        create = plain.get(self.config.optim.optimizer) or self._muon_of(model)
+        create = plain.get(self.config.optim.optimizer) or self._creator(model)
         optimizer = create(model, lr, (betas[0], betas[1]), weight_decay, eps)
         if self.config.model.lora_lr_ratio != 1:
             set_rate_of_factors(optimizer, model, lr * self.config.model.lora_lr_ratio)
         return optimizer
 
-    def _muon_of(self, model: nn.Module) -> Callable[..., Optimizer]:
-        """Return the function that builds Muon as create_adamw() builds AdamW, if there is one."""
+    def _creator(self, model: nn.Module) -> Callable[..., Optimizer]:
+        """Return the function that builds --optimizer as create_adamw() builds AdamW."""
         name = type(self).__name__
-        raise ConfigError(f"--optimizer muon needs FSDP2: {name} is another strategy")
+        optimizer = self.config.optim.optimizer
+        raise ConfigError(f"--optimizer {optimizer} needs FSDP2: {name} is another strategy")
 
     def create_scheduler(
         self, optimizer: Optimizer, kind: str, warmup_steps: int, total_steps: int

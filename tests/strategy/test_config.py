@@ -174,7 +174,7 @@ def test_a_users_strategy_is_named_as_rewards_are(tmp_path):
         ({"param_offload": True}, "--param_offload needs --zero_stage 3"),
         ({"zpg": 2}, "--zpg needs --zero_stage 3"),
         ({"optimizer": "muon"}, "--optimizer muon needs --fsdp"),
-        ({"optimizer": "sgd"}, "--optimizer sgd needs --fsdp"),
+        ({"optimizer": "adamw_8bit"}, "--optimizer adamw_8bit needs --fsdp"),
     ],
 )
 def test_what_zero_cannot_do(values, says):

@@ -48,8 +48,8 @@ PLAIN_BUCKET = 500_000_000
 """Gradient elements of a reduction of DeepSpeed without ZeRO."""
 ROUNDED = 512
 """--max_tokens_per_microbatch is rounded down to a multiple of this."""
-STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 0}
-"""Bytes of an optimizer's states for an element of an expert."""
+STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 0, "lion": 4, "adamw_8bit": 2 + 2 / 64}
+"""Bytes of an optimizer's states for an element of an expert; scales are of 256 elements."""
 STEP_FLAGS = tuple(
     """bf16 lora_rank target_modules load_in_4bit freeze_prefix reduce_gradients_once
     gather_parameters_once reduce_dtype gradient_checkpointing gradient_checkpointing_policy

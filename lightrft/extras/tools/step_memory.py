@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -170,7 +170,8 @@ def trace_step(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> S
     model.to_empty(device="cpu")
     model.tie_weights()  # tied parameters have got memory of their own
     model = LearningModel(model)
-    optimizer = strategy.create_optimizer(model, lr=1e-6)
+    with unset_fake_temporarily():  # optimizers compute tables
+        optimizer = strategy.create_optimizer(model, lr=1e-6)
     strategy.make_ready(model)
     strategy.distribute(model, optimizer)
     tracker = FSDPMemTracker(model, optimizer)

@@ -113,7 +113,7 @@ def finished(inputs, tmp_path_factory):
     return folder
 
 
-WSD = ["--lr_scheduler=wsd", "--lr_decay_ratio=0.6", "--lr_min_ratio=0"]
+WSD = ["--optimizer=lion", "--lr_scheduler=wsd", "--lr_decay_ratio=0.6", "--lr_min_ratio=0"]
 POLYNOMIAL = ["--lr_scheduler=polynomial", "--lr_power=2"]
 CASES = {
     "hf-fsdp": ("fsdp", []),

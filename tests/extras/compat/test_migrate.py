@@ -122,8 +122,9 @@ FILES = {
             "lora_rank": 16,
             "target_modules": ["q_proj", "k_proj"],
             "train_batch_size": 16,
+            "optimizer": "adamw_8bit",
         },
-        ["optim: write --optimizer"],
+        [],
     ),
     "verl.sh": (
         VERL,
