@@ -12,13 +12,7 @@ import torch
 from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.trainer.build import ppo_trainer
-from lightrft.app.trainer.build_supervised import (
-    dpo_trainer,
-    kto_trainer,
-    prm_trainer,
-    rm_trainer,
-    sft_trainer,
-)
+from lightrft.app.trainer.build_supervised import supervised_trainer
 from lightrft.app.trainer.selfcheck import passed
 from lightrft.config import Config, parse
 from lightrft.strategy import get_strategy
@@ -116,18 +110,13 @@ def build(entrypoint: str, config: Config, strategy: Any) -> Any:
 
     A model's small copy is checked in the first run that has it, because each check takes a second.
     """
-    trainers = {
-        "train_ppo": ppo_trainer,
-        "train_sft": sft_trainer,
-        "train_rm": rm_trainer,
-        "train_dpo": dpo_trainer,
-        "train_kto": kto_trainer,
-        "train_prm": prm_trainer,
-    }
     CHECKED.mkdir(exist_ok=True)
     known = [file.read_text() for file in CHECKED.iterdir()]
     passed.update(strategy.mesh.world.broadcast(known))  # ranks check a model together or not
-    trainer = trainers[entrypoint](config, strategy)
+    if entrypoint == "train_ppo":
+        trainer = ppo_trainer(config, strategy)
+    else:
+        trainer = supervised_trainer(entrypoint, config, strategy)
     for key in passed:
         (CHECKED / hashlib.sha256(key.encode()).hexdigest()).write_text(key)
     return trainer

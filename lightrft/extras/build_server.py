@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrft.app.run.observation import log_duration
 from lightrft.app.run.resume_check import identity
+from lightrft.app.trainer.base import Run
 from lightrft.app.trainer.build_data import with_token_ids
 from lightrft.app.trainer.build_roles import build_frozen_reward_model, build_policy
 from lightrft.config.errors import ConfigError
@@ -91,7 +92,7 @@ def reward_server(config: Config, strategy: StrategyBase) -> "RewardServer":
         steps = None
         if flag == "process_reward_pretrain":
             steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
-        role = build_frozen_reward_model(config, strategy, flag, term.name)
+        role = build_frozen_reward_model(Run(config, strategy), flag, term.name)
         models.append(ServedModel(term.label, role, tokenizer, term.weight, steps))
     return RewardServer(strategy, models, config.server)
 
@@ -107,7 +108,7 @@ def tinker_server(config: Config, strategy: StrategyBase) -> Any:
     pretrain = config.model.pretrain
     config = with_merged_pretrain(config, strategy.mesh.world)
     with log_duration(strategy, f"loading {pretrain}"):
-        policy = build_policy(config, strategy, updates=1, reference=False)
+        policy = build_policy(Run(config, strategy), updates=1, reference=False)
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
         strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)

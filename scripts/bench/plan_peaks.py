@@ -29,6 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.rollout.sampler import sampling_of
 from lightrft.algorithms.terms import policy_objective
+from lightrft.app.trainer.base import Run
 from lightrft.app.trainer.build_roles import build_policy
 from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve
@@ -155,7 +156,7 @@ def rank(folder: str, layout: str) -> None:
     strategy = get_strategy(config)
     strategy.setup_distributed()
     policy = build_policy(
-        config, strategy, updates=2, reference=False, sampling=sampling_of(config.rollout)
+        Run(config, strategy), updates=2, reference=False, sampling=sampling_of(config.rollout)
     )
     measured = peak(policy, config)
     if strategy.is_rank_0():

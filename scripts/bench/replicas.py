@@ -117,7 +117,7 @@ class Clock:
 def lightrft_loop(args: Any) -> Clock:
     """Run the trainer as it is, and record its steps."""
     from lightrft.app.run.prepare import prepare_config
-    from lightrft.app.trainer.build_supervised import sft_trainer
+    from lightrft.app.trainer.build_supervised import supervised_trainer
     from lightrft.config import parse
     from lightrft.strategy import get_strategy
 
@@ -130,7 +130,7 @@ def lightrft_loop(args: Any) -> Clock:
     config = prepare_config("train_sft", parse(flags, "train_sft"))
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    trainer = sft_trainer(config, strategy)
+    trainer = supervised_trainer("train_sft", config, strategy)
 
     clock = Clock()
     step = trainer.step

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.rollout.sampler import sampling_of
 from lightrft.algorithms.terms import policy_objective
+from lightrft.app.trainer.base import Run
 from lightrft.app.trainer.build_roles import build_policy
 from lightrft.config import Config
 from lightrft.core.batch import Experience
@@ -163,7 +164,7 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
     strategy.setup_distributed()
 
     policy = build_policy(
-        config, strategy, updates=STEPS, reference=False, sampling=sampling_of(config.rollout)
+        Run(config, strategy), updates=STEPS, reference=False, sampling=sampling_of(config.rollout)
     )
     for group in policy.optimizer.param_groups:
         group["eps"] = EPSILON

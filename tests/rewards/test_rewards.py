@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from loguru import logger
 
+from lightrft.app.trainer.base import Run
 from lightrft.app.trainer.build_data import load_rewarded
 from lightrft.config import Config, ConfigError, DataSection, RewardSection
 from lightrft.core.samples import Prompt, Sample
@@ -606,7 +607,7 @@ def test_trl_gets_the_messages_of_the_row(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     judge = runner(f"{tmp_path}/theirs.py:chat", chat=True)
-    (prompt,) = load_rewarded(Config(data=data), tokenizer, None, judge)
+    (prompt,) = load_rewarded(Run(Config(data=data), None, tokenizer), judge)
     assert prompt.text.startswith("<user>hi")
     one = replace(sample("a"), prompt=prompt)
     judge.check([prompt])

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 import lightrft
 from lightrft.algorithms.roles.operations import count_parameters
 from lightrft.algorithms.roles.role import DistributedRole
+from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.app.observe.pending_metrics import PendingMetrics
 from lightrft.app.observe.progress import progress_lines
 from lightrft.app.observe.report import write_report
@@ -36,7 +37,6 @@ from lightrft.app.run.run_folder import RunFolder, checkpoints_of, copy_records
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.core.metrics import Metrics, Trace
-from lightrft.core.samples import Expand
 from lightrft.core.step import StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.rendering.template import turn_end_ids
@@ -50,6 +50,18 @@ from lightrft.versions import installed_versions
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """What data and models are loaded with."""
+
+    config: Config
+    strategy: StrategyBase
+    tokenizer: Tokenizer | None = None
+    """None stands for the tokenizer of --pretrain, if it has one."""
+    expand: Expander | None = None
+    """Expands prompts with media for the model; None if all prompts are text."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingData:
     """Data of a run: tokenized rows, the tokenizer, and the number of steps."""
 
@@ -59,8 +71,6 @@ class TrainingData:
     """Held-out prompts with the answers to learn. Empty without --eval_data, and in runs that
     generate responses."""
     total_steps: int
-    expand: Expand | None = None
-    """Function that expands prompts with media for the model; None if all prompts are text."""
 
 
 CLIENT_STATE: Kinds = {"step": int, "run": str, "identity": dict}

@@ -6,7 +6,6 @@ from inspect import signature
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import EntropyCoefficient, KLCoefficient
@@ -17,7 +16,6 @@ from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.roles.teacher import Teacher
 from lightrft.algorithms.rollout.experience import flatten_for_run
 from lightrft.algorithms.rollout.measures import measure_turns_and_drafts
-from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.algorithms.rollout.rollout import JudgedRollout, ResumableRollout, schedulers
 from lightrft.algorithms.rollout.sampler import RunSampler, sampling_of
 from lightrft.algorithms.schedulers.overlap import Overlap
@@ -32,7 +30,7 @@ from lightrft.app.run.prepare import prepare_config
 from lightrft.app.run.recorded_samples import RecordedSamples
 from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer import build_data, build_roles
-from lightrft.app.trainer.base import TrainingData
+from lightrft.app.trainer.base import Run, TrainingData
 from lightrft.app.trainer.evaluation import Evaluation
 from lightrft.app.trainer.held_out import HeldOut
 from lightrft.app.trainer.ppo import PPOTrainer
@@ -87,28 +85,27 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
     # data, and what reads it
     rewards = build_rewards(config, strategy)
-    training_data = build_data.load_training_data(config, rewards=rewards)
+    run = build_data.load_run(config, strategy, engine=True)
+    training_data = build_data.load_training_data(run, rewards=rewards)
     rewards.check(training_data.prompts.examples)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     for notice in unread_columns(config.algorithm, training_data.prompts[0].columns):
         strategy.print(notice)
-    scheduler_class(config, training_data)  # what does not fit is said before models load
-    tokenizer = training_data.tokenizer
-    eval_sets = build_eval_sets(config, strategy, tokenizer, training_data.expand, rewards)
+    scheduler_class(run)  # what does not fit is said before models load
+    eval_sets = build_eval_sets(run, rewards)
     for held_out in eval_sets:
         warn_of_learned_rows(training_data.prompts, held_out.prompts)
-    config = build_data.with_token_ids(config, tokenizer)
+    config = build_data.with_token_ids(config, run.tokenizer)
+    run = replace(run, config=config)
 
     # models and engine
     algorithm = config.algorithm
-    policy, critic, teacher = build_ppo_roles(config, strategy, training_data)
+    policy, critic, teacher = build_ppo_roles(run, training_data.total_steps)
     updates = training_data.total_steps * updates_of_a_step(config)
-    draft = build_roles.build_draft(config, strategy, tokenizer, updates=updates)
-    ptx_loss = build_ptx_loss(config, policy, training_data, teacher)
+    draft = build_roles.build_draft(run, updates=updates)
+    ptx_loss = build_ptx_loss(run, policy, teacher)
     if not config.rollout.replay_rollouts:
-        rewards.models = build_roles.build_model_rewards(
-            config, strategy, tokenizer, training_data.expand
-        )
+        rewards.models = build_roles.build_model_rewards(run)
         name = f"(--engine_type {config.engine.engine_type})"
         start_engine(config, strategy, name, actor=policy.actor, draft=draft and draft.module)
 
@@ -119,21 +116,19 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     # the way from samples to experience
     kl_coefficient, entropy_coefficient = build_coefficients(algorithm)
     make_experience = build_experience_maker(
-        config, policy, critic, teacher, training_data, shaper, kl_coefficient, entropy_coefficient
+        run, policy, critic, teacher, shaper, kl_coefficient, entropy_coefficient
     )
 
     # the way from prompts to samples
-    sampler = build_sampler(config, strategy, tokenizer)
+    sampler = build_sampler(run)
     overlap = build_overlap(config, strategy, make_experience, rewards, trace)
-    scheduler = build_scheduler(
-        config, strategy, training_data, sampler, rewards, trace=trace, overlap=overlap
-    )
+    scheduler = build_scheduler(run, training_data, sampler, rewards, trace=trace, overlap=overlap)
     rollout = (JudgedRollout if rewards.judge else ResumableRollout)(scheduler, rewards)
     watch = None
     watched: dict[str, Stateful] = {}
     if config.watch.canaries or config.watch.shadow_reward:
         watching = extra(WATCHED)
-        watch = watching.watch_of(config, strategy, training_data, sampler, rewards, run_folder)
+        watch = watching.watch_of(run, training_data, sampler, rewards, run_folder)
         rollout = watching.WatchedRollout(scheduler, rewards, watch)
         watched["alarms"] = watch
     items = {"collector": rollout, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
@@ -231,18 +226,13 @@ def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
     return runner
 
 
-def build_eval_sets(
-    config: Config,
-    strategy: StrategyBase,
-    tokenizer: Tokenizer,
-    expand: Expander | None,
-    rewards: RewardRunner,
-) -> list[HeldOut]:
+def build_eval_sets(run: Run, rewards: RewardRunner) -> list[HeldOut]:
     """Load the sets of --eval_data with the rewards that score them.
 
     Verifiers score benchmarks, reasoning-gym scores the named sets of its own, and `rewards` scores
     everything else.
     """
+    config = run.config
     runners = {"": rewards}
     sets = []
     for source in references.eval_sources(config.data.eval_data):
@@ -256,23 +246,22 @@ def build_eval_sets(
         # Sets with the same reward share the worker processes that compute it.
         if name not in runners:
             scoring = replace(config.reward, reward=CommaSeparated(name), reward_key=None)
-            runners[name] = build_rewards(replace(config, reward=scoring), strategy)
+            runners[name] = build_rewards(replace(config, reward=scoring), run.strategy)
 
         runner = runners[name]
         section = replace(config.data, eval_data=CommaSeparated(source.source))
         if benchmark:
             prompts = load_prompts(
                 with_benchmark_columns(section),
-                tokenizer,
+                run.tokenizer,
                 source="eval_data",
                 row_problem=runner.row_problem,
                 make=benchmark.make,
                 requirements=[source.benchmark, runner.requirements],
             )
         else:
-            prompts = build_data.load_rewarded(
-                replace(config, data=section), tokenizer, expand, runner, source="eval_data"
-            )
+            of_set = replace(run, config=replace(config, data=section))
+            prompts = build_data.load_rewarded(of_set, runner, source="eval_data")
             runner.check(prompts.examples)
 
         sets.append(HeldOut(source.name, prompts, runner))
@@ -289,15 +278,10 @@ def updates_of_a_step(config: Config) -> int:
     return samples // config.train.train_batch_size * config.train.max_epochs
 
 
-def build_ppo_roles(
-    config: Config, strategy: StrategyBase, training_data: TrainingData
-) -> tuple[Policy, Critic | None, Teacher | None]:
-    """Build the policy, and the critic and the teacher if the run needs them."""
+def build_ppo_roles(run: Run, steps: int) -> tuple[Policy, Critic | None, Teacher | None]:
+    """Build the policy, and the critic and the teacher if the run of so many steps needs them."""
+    config = run.config
     algorithm = config.algorithm
-    tokenizer = training_data.tokenizer
-    expand = training_data.expand
-
-    steps = training_data.total_steps
     updates = updates_of_a_step(config)
     frozen = config.train.freezing_actor_steps
     if frozen >= steps:
@@ -309,36 +293,26 @@ def build_ppo_roles(
     sampling = sampling_of(config.rollout)
     reference = sections.needs_reference(algorithm)
     # The actor's schedule counts only the steps in which it learns.
-    with log_duration(strategy, f"loading {config.model.pretrain}"):
+    with log_duration(run.strategy, f"loading {config.model.pretrain}"):
         policy = build_roles.build_policy(
-            config,
-            strategy,
-            updates=(steps - frozen) * updates,
-            reference=reference,
-            sampling=sampling,
-            tokenizer=tokenizer,
+            run, updates=(steps - frozen) * updates, reference=reference, sampling=sampling
         )
 
-    critic = None
+    critic = teacher = None
     if sections.needs_critic(algorithm):
-        critic = build_roles.build_critic(config, strategy, tokenizer, updates=steps * updates)
-    build_roles.set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
-    teacher = None
+        critic = build_roles.build_critic(run, updates=steps * updates)
     if algorithm.distill_coef > 0:
-        teacher = build_roles.build_teacher(config, strategy, tokenizer, expand, policy)
+        teacher = build_roles.build_teacher(run, policy)
     return policy, critic, teacher
 
 
-def build_ptx_loss(
-    config: Config, policy: Policy, training_data: TrainingData, teacher: Teacher | None
-) -> PtxLoss | None:
+def build_ptx_loss(run: Run, policy: Policy, teacher: Teacher | None) -> PtxLoss | None:
     """Build the supervised loss on --pretrain_data, to be added to the loss on the samples."""
+    config = run.config
     if not config.data.pretrain_data:
         return None
 
-    tokenizer = training_data.tokenizer
-    expand = training_data.expand
-    prompts = build_data.load_supervised(config, tokenizer, expand, source="pretrain_data")
+    prompts = build_data.load_supervised(run, source="pretrain_data")
     if len(prompts) < config.train.train_batch_size:
         raise ConfigError(
             f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one"
@@ -346,9 +320,9 @@ def build_ptx_loss(
         )
 
     # The order is a function of the seed, so a resumed run goes on with the next rows.
-    order = prompts.order(policy.strategy.data_order, config.train.seed)
+    order = prompts.order(run.strategy.data_order, config.train.seed)
     teacher = teacher if config.algorithm.ptx_teacher else None
-    return PtxLoss(policy, prompts, order, config.train, config.algorithm, teacher, expand)
+    return PtxLoss(policy, prompts, order, config.train, config.algorithm, teacher, run.expand)
 
 
 def start_engine(
@@ -388,22 +362,22 @@ def build_compare(config: Config, shaper: RewardShaper) -> CompareRewards:
 
 
 def build_experience_maker(
-    config: Config,
+    run: Run,
     policy: Policy,
     critic: Critic | None,
     teacher: Teacher | None,
-    training_data: TrainingData,
     shaper: RewardShaper,
     kl_coefficient: KLCoefficient,
     entropy_coefficient: EntropyCoefficient,
 ) -> ExperienceMaker:
     """Build what turns scored samples into experience."""
+    config = run.config
     rollout = config.rollout
     routed = None
     if config.engine.router_replay:
         routed = RoutedShape.of(policy.actor.hf_model.config)
     columns = {
-        "expand": training_data.expand,
+        "expand": run.expand,
         "first_token_apart": rollout.first_token_temperature is not None,
         "min_tokens": rollout.min_tokens,
         "routed": routed,
@@ -419,17 +393,17 @@ def build_experience_maker(
         critic=critic,
         teacher=teacher,
         flatten=partial(flatten_for_run, **columns) if any(columns.values()) else flatten,
-        teacher_columns=build_data.teacher_columns(config, training_data.tokenizer),
+        teacher_columns=build_data.teacher_columns(config, run.tokenizer),
         num_updates=updates_of_a_step(config) if rollout.overlap else 0,
         branches=sections.has_episodes(config.environment),
     )
 
 
-def build_sampler(config: Config, strategy: StrategyBase, tokenizer: Tokenizer) -> RunSampler:
+def build_sampler(run: Run) -> RunSampler:
     """Build what samples responses, or episodes if the run has environments or tools."""
-    if sections.has_episodes(config.environment):
-        return extra(WITH_EPISODES).episode_sampler(config, strategy, tokenizer)
-    return RunSampler(strategy, tokenizer, config.rollout)
+    if sections.has_episodes(run.config.environment):
+        return extra(WITH_EPISODES).episode_sampler(run.config, run.strategy, run.tokenizer)
+    return RunSampler(run.strategy, run.tokenizer, run.config.rollout)
 
 
 def build_overlap(
@@ -455,13 +429,14 @@ def build_overlap(
     return Overlap(compute, strategy.device, trace)
 
 
-def scheduler_class(config: Config, training_data: TrainingData) -> tuple[type[Scheduler], bool]:
+def scheduler_class(run: Run) -> tuple[type[Scheduler], bool]:
     """Return the class of --scheduler, and True if it leaves out media that cannot be read.
 
     Raises ConfigError for a class that does not fit the flags.
     """
+    config = run.config
     # Only media are read again after loading, so only they can become unreadable.
-    skips = config.data.bad_rows == "skip" and training_data.expand is not None
+    skips = config.data.bad_rows == "skip" and run.expand is not None
     needed = "rounds" if skips or needs_rounds(config.rollout) else "fixed_batch"
     name = needed if config.rollout.scheduler == "auto" else config.rollout.scheduler
     chosen = schedulers[name]
@@ -491,8 +466,7 @@ def check_scheduler(name: str, chosen: type[Scheduler], section: RolloutSection)
 
 
 def build_scheduler(
-    config: Config,
-    strategy: StrategyBase,
+    run: Run,
     training_data: TrainingData,
     sampler: RunSampler,
     rewards: RewardRunner,
@@ -501,15 +475,16 @@ def build_scheduler(
     overlap: Overlap | None = None,
 ) -> Scheduler:
     """Build the scheduler that chooses the prompts of a step."""
+    config, strategy = run.config, run.strategy
     prompts = training_data.prompts
-    chosen, skips = scheduler_class(config, training_data)
+    chosen, skips = scheduler_class(run)
     options = {
         "section": config.rollout,
         "data": strategy.mesh.data,
         "seed": config.train.seed,
         "greedy": "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator]),
         "order": prompts.order(strategy.data_order, config.train.seed),
-        "expander": training_data.expand,
+        "expander": run.expand,
         "trace": trace,
         "skips_unreadable": skips,
         "overlap": overlap,
@@ -570,18 +545,17 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     config = with_merged_pretrain(with_model_of_run(config, world), world)
     if sections.has_episodes(config.environment):
         config = extra(WITH_EPISODES).with_tools(config, world)
-    tokenizer = load_tokenizer(config.model)
     rewards = build_rewards(config, strategy)
-    build_data.check_tools(config, tokenizer)
-    expand = build_data.load_expander(config, tokenizer, engine=True)
-    sets = build_eval_sets(config, strategy, tokenizer, expand, rewards)
+    run = build_data.load_run(config, strategy, engine=True, trained=False)
+    build_data.check_tools(config, run.tokenizer)
+    sets = build_eval_sets(run, rewards)
     if any(each.rewards is rewards for each in sets):
-        rewards.models = build_roles.build_model_rewards(config, strategy, tokenizer, expand)
-    config = build_data.with_token_ids(config, tokenizer)
+        rewards.models = build_roles.build_model_rewards(run)
+    config = build_data.with_token_ids(config, run.tokenizer)
     # The engine sleeps only to make room for reward models; nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"
     start_engine(replace(config, engine=engine), strategy, name)
 
-    sampler = build_sampler(config, strategy, tokenizer)
+    sampler = build_sampler(replace(run, config=config))
     return Evaluation(original, strategy, sets, sampler)

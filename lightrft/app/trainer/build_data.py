@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.algorithms.rollout.teacher_columns import TeacherColumns
 from lightrft.algorithms.stages.compare import columns_of_data
-from lightrft.app.trainer.base import TrainingData
+from lightrft.app.trainer.base import Run, TrainingData
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import teacher_terms
 from lightrft.config.sections import Config, has_episodes, media_columns
@@ -31,6 +31,7 @@ from lightrft.data.rendering.tokens import marked_texts
 from lightrft.data.step_labels import load_steps
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.runner import RewardRunner
+from lightrft.strategy.strategy import StrategyBase
 
 ENOUGH_STEPS = 50
 """Steps for which default batches become smaller."""
@@ -39,33 +40,36 @@ SMALLEST_BATCH = 4
 """Rows of a step that no default goes below."""
 
 
-def load_training_data(config: Config, *, rewards: RewardRunner | None = None) -> TrainingData:
+def load_run(
+    config: Config, strategy: StrategyBase, *, engine: bool = False, trained: bool = True
+) -> Run:
+    """Load the tokenizer and the processor of the model.
+
+    A model that is `trained` is known to learn from the media. For `engine`, see load_expander().
+    """
+    tokenizer = load_tokenizer(config.model)
+    expand = load_expander(config, tokenizer, engine=engine)
+    if trained and expand is not None:
+        expand.check_family()
+    return Run(config, strategy, tokenizer, expand)
+
+
+def load_training_data(run: Run, *, rewards: RewardRunner | None = None) -> TrainingData:
     """Load the training data of a run.
 
     With `rewards`, prompts come with the columns that the rewards need. Without, they come with
     answers to learn, and so do the held-out ones.
     """
-    tokenizer = load_tokenizer(config.model)
-    check_tools(config, tokenizer)
-    expand = load_trained_expander(config, tokenizer, engine=rewards is not None)
-    arguments = config, tokenizer, expand
-    load = partial(load_rewarded, rewards=rewards) if rewards else load_supervised
+    check_tools(run.config, run.tokenizer)
+    load = partial(load_rewarded, run, rewards) if rewards else partial(load_supervised, run)
     # Runs that generate responses load held-out sets elsewhere, each with its own rewards.
-    held_out = config.data.eval_data and rewards is None
-    prompts = load(*arguments)
-    eval_prompts = load(*arguments, source="eval_data") if held_out else PromptSet([])
-    warn_of_learned_rows(prompts, eval_prompts, tokenizer.decode)
+    held_out = run.config.data.eval_data and rewards is None
+    prompts = load()
+    eval_prompts = load(source="eval_data") if held_out else PromptSet([])
+    warn_of_learned_rows(prompts, eval_prompts, run.tokenizer.decode)
 
-    steps = steps_of_epochs(config, prompts.draws_of_epoch, generates=rewards is not None)
-    return TrainingData(tokenizer, prompts, eval_prompts, steps, expand)
-
-
-def load_trained_expander(config: Config, tokenizer: Tokenizer, *, engine: bool) -> Expander | None:
-    """Return load_expander() of a model that is known to learn from the media."""
-    expand = load_expander(config, tokenizer, engine=engine)
-    if expand is not None:
-        expand.check_family()
-    return expand
+    steps = steps_of_epochs(run.config, prompts.draws_of_epoch, generates=rewards is not None)
+    return TrainingData(run.tokenizer, prompts, eval_prompts, steps)
 
 
 def load_expander(config: Config, tokenizer: Tokenizer, *, engine: bool) -> Expander | None:
@@ -89,25 +93,19 @@ def load_expander(config: Config, tokenizer: Tokenizer, *, engine: bool) -> Expa
     return expand
 
 
-def load_rewarded(
-    config: Config,
-    tokenizer: Tokenizer,
-    expand: Expander | None,
-    rewards: RewardRunner,
-    *,
-    source: str = "prompt_data",
-) -> PromptSet:
+def load_rewarded(run: Run, rewards: RewardRunner, *, source: str = "prompt_data") -> PromptSet:
     """Load prompts with the columns that the rewards need.
 
     In training they also have what the estimator and the teachers need.
     """
+    config = run.config
     problems = [rewards.row_problem]
     requirements = [rewards.requirements, limits_of_media(config)]
     if source == "prompt_data":
         numbers = columns_of_data(config.algorithm)
         problems += [partial(number_problem, name) for name in numbers]
         requirements.append(numbers)
-        if teachers := teacher_columns(config, tokenizer):
+        if teachers := teacher_columns(config, run.tokenizer):
             problems.append(teachers.problem)
             requirements.append(teachers.requirements)
 
@@ -116,10 +114,10 @@ def load_rewarded(
 
     return load_prompts(
         config.data,
-        tokenizer,
+        run.tokenizer,
         source=source,
         row_problem=row_problem,
-        measure=expand and expand.measure,
+        measure=run.expand and run.expand.measure,
         distinguishing=config.reward.reward_key,
         requirements=requirements,
         keep_input=has_episodes(config.environment)
@@ -153,16 +151,14 @@ def _most(config: Config) -> dict[str, int]:
     }
 
 
-def load_supervised(
-    config: Config, tokenizer: Tokenizer, expand: Expander | None, *, source: str = "prompt_data"
-) -> PromptSet:
+def load_supervised(run: Run, *, source: str = "prompt_data") -> PromptSet:
     return load_examples(
-        config.data,
-        tokenizer,
+        run.config.data,
+        run.tokenizer,
         source=source,
-        longest=config.train.max_tokens_per_microbatch,
-        measure=expand and expand.measure,
-        requirements=limits_of_media(config),
+        longest=run.config.train.max_tokens_per_microbatch,
+        measure=run.expand and run.expand.measure,
+        requirements=limits_of_media(run.config),
     )
 
 

@@ -1,10 +1,9 @@
 """Build the models of a run: sharded, and with optimizers and schedules if they learn."""
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.nn import Module
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.critic import Critic
 from lightrft.algorithms.roles.draft import Draft
@@ -12,7 +11,7 @@ from lightrft.algorithms.roles.mixture import MixturePolicy
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.roles.reward_model import RewardModel
 from lightrft.algorithms.roles.teacher import Teacher, Teachers
-from lightrft.algorithms.rollout.media_expansion import Expander
+from lightrft.app.trainer.base import Run
 from lightrft.app.trainer.selfcheck import check_model
 from lightrft.config.extras import extra
 from lightrft.config.references import reward_model_terms, teacher_terms
@@ -32,35 +31,30 @@ from lightrft.models.lora import freeze_parameters
 from lightrft.models.routers import RouterChoices, Routers
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.steps import StepRewards
-from lightrft.strategy.strategy import StrategyBase, with_optimizer
+from lightrft.strategy.strategy import with_optimizer
+
+Model = TypeVar("Model", Actor, Scorer)
 
 ANY_TOKEN = Sampling()
 """Sampling that keeps the model's own probabilities, for learning from given responses."""
 
 
 def build_policy(
-    config: Config,
-    strategy: StrategyBase,
-    *,
-    updates: int,
-    reference: bool,
-    sampling: Sampling = ANY_TOKEN,
-    tokenizer: Tokenizer | None = None,
+    run: Run, *, updates: int, reference: bool, sampling: Sampling = ANY_TOKEN
 ) -> Policy:
     """Build the sharded actor with optimizer and schedule, and the frozen reference.
 
     The schedule covers `updates` optimizer steps. Log-probs are taken under the distribution that
-    `sampling` draws from, over the ids of the `tokenizer`; None stands for the tokenizer of
-    --pretrain, if it has one.
+    `sampling` draws from, over the ids of the run's tokenizer.
     """
+    config, strategy = run.config, run.strategy
     if config.engine.exact:
         from lightrft.engine.build import check_exact
 
         check_exact(config.engine, strategy.device)
     strategy.announce("load_models")
     check_model(config.model, strategy)
-    with strategy.init_model_context():
-        actor = Actor(freeze_parameters(load_model(config.model), config.model))
+    actor = _empty_actor(run)
     if config.engine.exact:
         extra("--exact").make_actor_exact(actor, strategy.dtype, strategy.device, strategy.world)
     # Engines choose rotary frequencies for the longest possible sequence.
@@ -68,21 +62,21 @@ def build_policy(
         check_window(actor.language_model, longest_sequence(config))
         shape = actor.language_model.config
         ends = end_token_ids(config.model.pretrain, shape)
-        sampling = sampling.resolved(never_sampled(config.model.pretrain, shape, tokenizer), ends)
+        banned = never_sampled(config.model.pretrain, shape, run.tokenizer)
+        sampling = sampling.resolved(banned, ends)
 
-    trained = _trained(config, strategy, actor, config.optim.learning_rate, updates)
+    trained = _trained(run, actor, config.optim.learning_rate, updates)
     follower = None
     if reference and moves_reference(config.algorithm):
-        follower = _follower(config, strategy, actor, computes_like_actor=True)
+        follower = _follower(run, actor, computes_like_actor=True)
     # With adapters a reference that stays is the actor without them, so it takes no memory.
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None and follower is None:
-        with strategy.init_model_context():
-            frozen = Actor(load_model(config.model)).requires_grad_(False)
         # Else the first KL divergence would not be 0.
-        frozen = strategy.prepare(_computing_like_actor(config, strategy, frozen))
+        frozen = _computing_like_actor(run, _empty_actor(run).requires_grad_(False))
+        frozen = strategy.prepare(frozen)
 
-    average = _follower(config, strategy, actor) if config.train.enable_ema else None
+    average = _follower(run, actor) if config.train.enable_ema else None
     algorithm = config.algorithm
     routers = None
     if algorithm.aux_loss_coef > 0:
@@ -103,39 +97,52 @@ def build_policy(
     )
 
 
-def _follower(
-    config: Config, strategy: StrategyBase, actor: Actor, *, computes_like_actor: bool = False
-) -> Actor:
+def _empty_actor(run: Run) -> Actor:
+    with run.strategy.init_model_context():
+        actor = Actor(freeze_parameters(load_model(run.config.model), run.config.model))
+    return _with_blank(run, actor)
+
+
+def _with_blank(run: Run, model: Model) -> Model:
+    """Give a model a blank item to process in micro-batches that lack a medium.
+
+    All ranks must run the same collectives, so each runs the tower even without an item of its own.
+    """
+    if run.expand is not None:
+        model.blank = run.expand.blank
+    return model
+
+
+def _follower(run: Run, actor: Actor, *, computes_like_actor: bool = False) -> Actor:
     """Build a model that follows the actor: float32, sharded and adapted like it.
 
     With `computes_like_actor` its log-probs equal the actor's while its parameters do.
     """
-    with strategy.init_model_context():
-        model = Actor(freeze_parameters(load_model(config.model), config.model))
+    model = _empty_actor(run)
     if computes_like_actor:
-        _computing_like_actor(config, strategy, model)
-    model = strategy.prepare(model)
-    if config.model.lora_rank:
+        _computing_like_actor(run, model)
+    model = run.strategy.prepare(model)
+    if run.config.model.lora_rank:
         # It starts from the actor's adapters, not from other random ones.
-        strategy.moving_average(actor, model, 0.0)
+        run.strategy.moving_average(actor, model, 0.0)
     return model
 
 
-def _computing_like_actor(config: Config, strategy: StrategyBase, model: Actor) -> Actor:
-    if config.model.fp8_training:
+def _computing_like_actor(run: Run, model: Actor) -> Actor:
+    strategy = run.strategy
+    if run.config.model.fp8_training:
         from lightrft.strategy.backends.torchao import use_float8
 
         use_float8(model, strategy.device)
-    if config.engine.exact:
+    if run.config.engine.exact:
         extra("--exact").make_actor_exact(model, strategy.dtype, strategy.device, strategy.world)
     return model
 
 
-def _trained(
-    config: Config, strategy: StrategyBase, model: Module, rate: float, updates: int
-) -> tuple[Any, Any, Any]:
+def _trained(run: Run, model: Module, rate: float, updates: int) -> tuple[Any, Any, Any]:
     """Shard a model with the optimizer and the schedule that train it."""
-    return strategy.prepare(with_optimizer(strategy, model, rate, config.optim, updates))
+    strategy = run.strategy
+    return strategy.prepare(with_optimizer(strategy, model, rate, run.config.optim, updates))
 
 
 def limits(config: Config) -> dict[str, Any]:
@@ -148,22 +155,11 @@ def limits(config: Config) -> dict[str, Any]:
     }
 
 
-def set_blank_media(expand: Expander | None, *models: Actor | Scorer | None) -> None:
-    """Give models a blank item to process in micro-batches that lack a medium.
-
-    All ranks must run the same collectives, so each runs the tower even without an item of its own.
-    """
-    for model in models:
-        if expand is not None and model is not None:
-            model.blank = expand.blank
-
-
-def build_critic(
-    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, *, updates: int
-) -> Critic:
+def build_critic(run: Run, *, updates: int) -> Critic:
     """Build the sharded critic with optimizer and schedule; it gets adapters if the actor does."""
+    config, strategy = run.config, run.strategy
     if config.model.critic_pretrain:
-        check_vocabulary(config.model, "critic_pretrain", tokenizer)
+        check_vocabulary(config.model, "critic_pretrain", run.tokenizer)
     strategy.announce("load_critic")
 
     # Without --critic_pretrain the critic starts from --pretrain.
@@ -171,48 +167,42 @@ def build_critic(
     check_model(config.model, strategy, flag, scores=True)
     with strategy.init_model_context():
         model = load_scorer(config.model, flag)
-        scorer = Scorer(freeze_parameters(model, config.model))
+        scorer = _with_blank(run, Scorer(freeze_parameters(model, config.model)))
 
-    trained = _trained(config, strategy, scorer, config.optim.critic_learning_rate, updates)
+    trained = _trained(run, scorer, config.optim.critic_learning_rate, updates)
     return Critic(strategy, *trained, **limits(config))
 
 
-def build_draft(
-    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, *, updates: int
-) -> Draft | None:
+def build_draft(run: Run, *, updates: int) -> Draft | None:
     """Build the sharded model of --speculative draft, if it learns; all parameters are trained."""
+    config, strategy = run.config, run.strategy
     rate = config.optim.draft_learning_rate
     if rate == 0:
         return None
 
     name = config.engine.draft_pretrain
-    check_vocabulary(config.model, "draft_pretrain", tokenizer, name=name)
+    check_vocabulary(config.model, "draft_pretrain", run.tokenizer, name=name)
     strategy.announce("load_draft")
     check_model(config.model, strategy, "draft_pretrain", name=name)
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "draft_pretrain", name=name))
     # It imitates what the engine samples, so it learns at the rollout's temperature.
-    truncation = Truncation(banned=never_sampled(name, model.language_model.config, tokenizer))
+    truncation = Truncation(banned=never_sampled(name, model.language_model.config, run.tokenizer))
 
-    trained = _trained(config, strategy, model, rate, updates)
+    trained = _trained(run, model, rate, updates)
     options = limits(config) | {"temperature": config.rollout.temperature}
     return Draft(strategy, *trained, truncation=truncation, **options)
 
 
-def build_teacher(
-    config: Config,
-    strategy: StrategyBase,
-    tokenizer: Tokenizer,
-    expand: Expander | None,
-    policy: Policy,
-) -> Teacher:
+def build_teacher(run: Run, policy: Policy) -> Teacher:
     """Build the teacher of --distill_coef.
 
     It is a frozen model sharded like the reference, a client behind HTTP, or the `policy` itself;
     several are one with a choice among them.
     """
+    config, strategy = run.config, run.strategy
     strategy.announce("load_teacher")
-    teachers = _teachers(config, strategy, tokenizer, expand, policy)
+    teachers = _teachers(run, policy)
     if config.data.teacher_key is None and config.data.teacher_prompt_key is None:
         return teachers[0]
 
@@ -225,108 +215,98 @@ def build_teacher(
     )
 
 
-def _teachers(
-    config: Config,
-    strategy: StrategyBase,
-    tokenizer: Tokenizer,
-    expand: Expander | None,
-    policy: Policy,
-) -> list[Teacher]:
+def _teachers(run: Run, policy: Policy) -> list[Teacher]:
+    config, strategy = run.config, run.strategy
     if config.model.self_teacher == "actor":
         return [policy]
     if config.model.self_teacher == "average":
-        set_blank_media(expand, policy.average)
-        return [_frozen_policy(config, strategy, policy.average, policy.truncation)]
+        return [_frozen_policy(run, policy.average, policy.truncation)]
     if config.model.teacher_url:
         from lightrft.algorithms.roles.remote_teacher import RemoteTeacher
 
         patience = 60 * config.reward.server_minutes
         url = config.model.teacher_url
         axis = strategy.mesh.model_parallel
-        return [RemoteTeacher(url, tokenizer, axis, patience=patience)]
+        return [RemoteTeacher(url, run.tokenizer, axis, patience=patience)]
 
     teachers = []
     for _, name in teacher_terms(config.model.teacher_pretrain):
-        check_vocabulary(config.model, "teacher_pretrain", tokenizer, name=name)
-        if expand is not None:
-            expand.check_same(config.model, "teacher_pretrain", name)
+        _check_reads_alike(run, "teacher_pretrain", name)
         check_model(config.model, strategy, "teacher_pretrain", name=name)
         with strategy.init_model_context():
             model = load_model(config.model, "teacher_pretrain", name=name)
-            actor = Actor(model).requires_grad_(False)
-        set_blank_media(expand, actor)
+            actor = _with_blank(run, Actor(model).requires_grad_(False))
 
         # The teacher is limited to the policy's tokens, so that equal weights give equal log-probs.
-        banned = {*never_sampled(name, model.config, tokenizer), *policy.truncation.banned}
+        banned = {*never_sampled(name, model.config, run.tokenizer), *policy.truncation.banned}
         truncation = Truncation(banned=tuple(sorted(banned)))
-        teachers.append(_frozen_policy(config, strategy, strategy.prepare(actor), truncation))
+        teachers.append(_frozen_policy(run, strategy.prepare(actor), truncation))
 
     return teachers
 
 
-def _frozen_policy(
-    config: Config, strategy: StrategyBase, actor: Actor, truncation: Truncation
-) -> Policy:
-    options = limits(config) | {"temperature": config.rollout.temperature}
-    return Policy(strategy, actor, truncation=truncation, **options)
+def _frozen_policy(run: Run, actor: Actor, truncation: Truncation) -> Policy:
+    options = limits(run.config) | {"temperature": run.config.rollout.temperature}
+    return Policy(run.strategy, actor, truncation=truncation, **options)
 
 
-def build_model_rewards(
-    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, expand: Expander | None
-) -> ModelRewards | None:
+def _check_reads_alike(run: Run, flag: str, name: str) -> None:
+    """Raise an error if a model has other tokens than --pretrain, or reads media otherwise."""
+    check_vocabulary(run.config.model, flag, run.tokenizer, name=name)
+    if run.expand is not None:
+        run.expand.check_same(run.config.model, flag, name)
+
+
+def build_model_rewards(run: Run) -> ModelRewards | None:
     """Build the frozen reward models, sharded like the reference; None if there are none."""
+    config = run.config
     models = []
-    of_steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
+    of_steps = StepRewards(run.tokenizer, config.data.step_separator, config.reward.step_rewards)
     for flag, term in reward_model_terms(config.model):
-        check_vocabulary(config.model, flag, tokenizer, name=term.name)
-        if expand is not None:
-            expand.check_same(config.model, flag, term.name)
-        role = build_frozen_reward_model(config, strategy, flag, term.name)
-        set_blank_media(expand, role.module)
+        _check_reads_alike(run, flag, term.name)
+        role = build_frozen_reward_model(run, flag, term.name)
         steps = of_steps if flag == "process_reward_pretrain" else None
         weight = config.reward.reward_model_coef * term.weight
         models.append(ScoringModel(term.label, role, weight, steps))
 
-    return ModelRewards(models, key=config.reward.reward_key, expand=expand) if models else None
+    return ModelRewards(models, key=config.reward.reward_key, expand=run.expand) if models else None
 
 
-def build_frozen_reward_model(
-    config: Config, strategy: StrategyBase, flag: str, name: str
-) -> RewardModel:
+def build_frozen_reward_model(run: Run, flag: str, name: str) -> RewardModel:
+    config, strategy = run.config, run.strategy
     strategy.announce("load_reward_models")
     check_model(config.model, strategy, flag, name=name, scores=True)
     with strategy.init_model_context():
         num_heads = len(stored_heads(config.model, flag, name=name)) or 1
         model = load_scorer(config.model, flag, name=name, new_head=False, num_heads=num_heads)
         scorer = Scorer(model, num_heads=num_heads).requires_grad_(False)
-    return RewardModel(strategy, strategy.prepare(scorer), **limits(config))
+    scorer = strategy.prepare(_with_blank(run, scorer))
+    return RewardModel(strategy, scorer, **limits(config))
 
 
-def build_reward_model(
-    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, *, updates: int, heads: list[str]
-) -> RewardModel:
+def build_reward_model(run: Run, *, updates: int, heads: list[str]) -> RewardModel:
     """Build the reward model that learns, sharded, with optimizer and schedule.
 
     It has a score for each of the named heads.
     """
+    config, strategy = run.config, run.strategy
     strategy.announce("load_models")
     check_model(config.model, strategy, scores=True)
-    scorer = _empty_reward_model(config, strategy, tokenizer, heads)
-    trained = _trained(config, strategy, scorer, config.optim.learning_rate, updates)
+    scorer = _empty_reward_model(run, heads)
+    trained = _trained(run, scorer, config.optim.learning_rate, updates)
 
     average = None
     if config.train.enable_ema:
-        average = strategy.prepare(_empty_reward_model(config, strategy, tokenizer, heads))
+        average = strategy.prepare(_empty_reward_model(run, heads))
         strategy.moving_average(scorer, average, 0.0)  # both start from the same new head
 
     return RewardModel(strategy, *trained, average=average, **limits(config))
 
 
-def _empty_reward_model(
-    config: Config, strategy: StrategyBase, tokenizer: Tokenizer, heads: list[str]
-) -> Scorer:
-    with strategy.init_model_context():
-        model = load_reward_model(config.model, heads, tokenizer)
+def _empty_reward_model(run: Run, heads: list[str]) -> Scorer:
+    config = run.config
+    with run.strategy.init_model_context():
+        model = load_reward_model(config.model, heads, run.tokenizer)
         model = freeze_parameters(model, config.model)
-        scaled = config.preference.learn_scale
-        return Scorer(model, num_heads=len(heads), learn_scale=scaled)
+        scorer = Scorer(model, num_heads=len(heads), learn_scale=config.preference.learn_scale)
+    return _with_blank(run, scorer)

@@ -13,9 +13,9 @@ from loguru import logger
 
 from lightrft.app.run.interruption import Interrupted, Interruption
 from lightrft.app.run.prepare import prepare_config, quiet_libraries
-from lightrft.app.trainer import build_supervised
 from lightrft.app.trainer.base import Trainer
 from lightrft.app.trainer.build import evaluation, ppo_trainer
+from lightrft.app.trainer.build_supervised import SUPERVISED_TASKS, supervised_trainer
 from lightrft.config.errors import ConfigError
 from lightrft.config.extras import extra
 from lightrft.config.sections import Config
@@ -90,11 +90,7 @@ def _serve(build: str, config: Config, strategy: StrategyBase) -> None:
 
 WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
     "train_ppo": partial(_train, ppo_trainer),
-    "train_sft": partial(_train, build_supervised.sft_trainer),
-    "train_rm": partial(_train, build_supervised.rm_trainer),
-    "train_prm": partial(_train, build_supervised.prm_trainer),
-    "train_dpo": partial(_train, build_supervised.dpo_trainer),
-    "train_kto": partial(_train, build_supervised.kto_trainer),
+    **{name: partial(_train, partial(supervised_trainer, name)) for name in SUPERVISED_TASKS},
     "evaluate": _evaluate,
     "serve": partial(_serve, "model_server"),
     "serve_reward": partial(_serve, "reward_server"),

@@ -13,7 +13,7 @@ from loguru import logger
 from lightrft.algorithms.rollout.rollout import JudgedRollout
 from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.app.run.run_folder import RunFolder, copy_records
-from lightrft.app.trainer.base import TrainingData
+from lightrft.app.trainer.base import Run, TrainingData
 from lightrft.app.trainer.build import build_rewards
 from lightrft.app.trainer.build_data import load_rewarded
 from lightrft.config.sections import Config, has_episodes
@@ -160,25 +160,19 @@ class WatchedRollout(JudgedRollout):
 
 
 def watch_of(
-    config: Config,
-    strategy: StrategyBase,
-    data: TrainingData,
-    sampler: RunSampler,
-    rewards: RewardRunner,
-    run_folder: RunFolder,
+    run: Run, data: TrainingData, sampler: RunSampler, rewards: RewardRunner, run_folder: RunFolder
 ) -> Watch:
     """Build what --canaries and --shadow_reward add to a run."""
+    config = run.config
     section = config.watch
-    ranks = strategy.mesh.data
+    ranks = run.strategy.mesh.data
     samples = config.rollout.n_samples_per_prompt
     canaries = shadow = None
     if section.canaries:
         prompts = data.prompts
         if section.canary_data:
             rows = replace(config.data, prompt_data=section.canary_data)
-            prompts = load_rewarded(
-                replace(config, data=rows), data.tokenizer, data.expand, rewards
-            )
+            prompts = load_rewarded(replace(run, config=replace(config, data=rows)), rewards)
         answer = answer_reader(config.reward.reward)
         swaps = not section.canary_data
         canaries = Canaries(
@@ -197,11 +191,11 @@ def watch_of(
         scoring = replace(
             config.reward, reward=section.shadow_reward, reward_key=None, reward_failure=failure
         )
-        stricter = build_rewards(replace(config, reward=scoring), strategy)
+        stricter = build_rewards(replace(config, reward=scoring), run.strategy)
         stricter.check(data.prompts.examples)
         shadow = Shadow(stricter, section, ranks, samples)
 
-    return Watch(canaries, shadow, config, run_folder, strategy)
+    return Watch(canaries, shadow, config, run_folder, run.strategy)
 
 
 def step_of(checkpoint: Path) -> int:

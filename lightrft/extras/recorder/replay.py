@@ -27,7 +27,6 @@ from lightrft.core.losses import Denominator, PolicyObjective, Report, Reported
 from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt, Sample
 from lightrft.core.step import StepRecord
-from lightrft.data.prompt_set import PromptSet
 from lightrft.extras.recorder.bundle import Bundle
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
@@ -210,8 +209,8 @@ class _Step:
         total = bundle.content["total_steps"] or bundle.content["step"]
         tokenizer = load_tokenizer(config.model)
         config = self.config = build.build_data.with_token_ids(bundle.config, tokenizer)
-        data = build.TrainingData(tokenizer, PromptSet([]), PromptSet([]), total)
-        self.policy, self.critic, teacher = build.build_ppo_roles(config, strategy, data)
+        run = build.Run(config, strategy, tokenizer)
+        self.policy, self.critic, teacher = build.build_ppo_roles(run, total)
         shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
         coefficients = build.build_coefficients(config.algorithm)
         self.kl_coefficient, self.entropy_coefficient = coefficients
@@ -225,7 +224,7 @@ class _Step:
         }
         self._load(bundle.folder / "checkpoints", items)
         self.make_experience = build.build_experience_maker(
-            config, self.policy, self.critic, teacher, data, shaper, *coefficients
+            run, self.policy, self.critic, teacher, shaper, *coefficients
         )
 
     def _load(self, folder: Path, items: dict[str, Any]) -> None:

@@ -23,13 +23,11 @@ from lightrft.extras.tools.step_time import (
     HOST_LINK,
     IMBALANCE,
     LINK,
+    ModelSizes,
     StepWork,
     Traffic,
-    kv_bytes,
     num_experts,
     seconds,
-    token_flops,
-    visit_bytes,
 )
 from lightrft.models.parallel.peaks import DEVICES, Device
 from lightrft.models.parallel.tensor_parallel import model_problems
@@ -119,7 +117,9 @@ class Planner:
         self.local = (
             step_memory.of_tensor_parallel(self.shape, self.tp) if self.tp > 1 else self.shape
         )
-        self.parameters, self.active = step_memory.parameter_counts(self.shape)
+        self.width = 2 if config.model.bf16 else 4
+        counts = step_memory.parameter_counts(self.shape)
+        self.sizes = ModelSizes(self.shape, *counts, self.width)
         self.of_rank = step_memory.num_parameters(self.local)
         self.visited = (
             step_memory.of_expert_parallel(self.local, self.ep) if self.ep > 1 else self.local
@@ -128,10 +128,9 @@ class Planner:
         self.elsewhere = self.of_rank - step_memory.num_parameters(self.visited)
         """Number of parameters of the experts that other ranks compute."""
         self.trained = step_memory.trained_parameters(self.local, config.model)
-        self.width = 2 if config.model.bf16 else 4
-        accumulates_bf16 = config.model.bf16 and strategy.reduce_dtype == "bf16"
-        self.gradient_width = 2 if accumulates_bf16 and strategy.strategy == "deepspeed" else 4
-        """Bytes of a gradient under DeepSpeed."""
+        self.gradient_width = 2 if config.model.bf16 and strategy.reduce_dtype == "bf16" else 4
+        """Bytes of a gradient that ranks reduce, and of one that DeepSpeed keeps."""
+        self.longest = config.data.prompt_max_len + config.rollout.generate_max_len
         self.capacity = self.device.memory * USABLE
 
     def plan(self) -> RunPlan:
@@ -139,8 +138,8 @@ class Planner:
         step = self.step(tokens)
         plan = RunPlan(
             [*summary(self.config, self.command, self.ranks), *self.picture()],
-            self.parameters,
-            self.active,
+            self.sizes.parameters,
+            self.sizes.active,
             self.phases(step, tokens),
             self.capacity,
             self.max_tokens(step, tokens),
@@ -166,7 +165,7 @@ class Planner:
         step = step_memory.step_bytes(self.visited, options, world=self.shards, tokens=tokens)
         if model.gradient_checkpointing and model.gradient_checkpointing_policy == "offload":
             # A trace counts the copies on the host too.
-            text = self.shape.get_text_config()
+            text = self.sizes.text
             inputs = tokens * text.num_hidden_layers * text.hidden_size * self.width
             step = step.plus(-inputs, step_memory.StepBytes(0, 0, 0, 1, 1, 1))
         if self.ep == 1:
@@ -210,7 +209,6 @@ class Planner:
         ends with the embeddings.
         """
         stage = self.config.strategy.zero_stage
-        text = self.shape.get_text_config()
         bucket = 0.0
         if stage:
             bucket = self.gradient_width * ZERO_BUCKET * (1 + self.config.strategy.overlap_comm)
@@ -222,19 +220,16 @@ class Planner:
         if stage < 3:
             return max(bucket + head, reduced)
 
-        embeddings = 2 * self.width * text.vocab_size * text.hidden_size
+        embeddings = 2 * self.width * self.sizes.table
         return max(bucket + head + self.width * min(LIVE, self.of_rank), reduced + embeddings)
 
-    def frozen(self, shape: PretrainedConfig | None = None) -> float:
-        """Return the bytes of a frozen model that a rank keeps."""
-        count = self.of_rank if shape is None else step_memory.num_parameters(shape) / self.tp
-        return self.width * count / self.shards
+    def parameters_of(self, name: str) -> float:
+        """Return the number of parameters of another model on the ranks that share its layers."""
+        return step_memory.num_parameters(model_config(name)) / self.tp
 
     def draft(self) -> float:
         """Return the bytes of the model that drafts; all parameters are trained."""
-        count = (
-            step_memory.num_parameters(model_config(self.config.engine.draft_pretrain)) / self.tp
-        )
+        count = self.parameters_of(self.config.engine.draft_pretrain)
         if self.config.strategy.strategy == "deepspeed":
             return sum(self.states_of_zero(count, count).values())
         return 16 * count / self.shards
@@ -243,23 +238,24 @@ class Planner:
         """Return the bytes of models beside the actor."""
         algorithm = self.config.algorithm
         model = self.config.model
+        frozen = self.width / self.shards
         models = {}
         if self.command == "train_ppo":
             # An actor with adapters is its own reference, unless that moves.
             if sections.needs_reference(algorithm) and sections.moves_reference(algorithm):
                 models["reference"] = 4 * self.of_rank / self.shards
             elif sections.needs_reference(algorithm) and not model.lora_rank:
-                models["reference"] = self.frozen()
+                models["reference"] = frozen * self.of_rank
             if sections.needs_critic(algorithm):
                 models["critic"] = sum(states.values())
             if self.config.optim.draft_learning_rate > 0:
                 models["draft"] = self.draft()
             for _, term in reward_model_terms(model):
-                models[f"reward model {term.label}"] = self.frozen(model_config(term.name))
+                models[f"reward model {term.label}"] = frozen * self.parameters_of(term.name)
             for label, path in teacher_terms(model.teacher_pretrain):
-                models[f"teacher {label}".rstrip()] = self.frozen(model_config(path))
+                models[f"teacher {label}".rstrip()] = frozen * self.parameters_of(path)
         elif self.command == "train_kto" or (self.command == "train_dpo" and self.live_reference):
-            models["reference"] = self.frozen()
+            models["reference"] = frozen * self.of_rank
 
         return {} if self.config.strategy.fsdp_cpu_offload else models
 
@@ -297,18 +293,19 @@ class Planner:
         parameters = {"parameters": states["parameters"]} if idle else states
 
         if self.generates:
-            work = {"head, gathered layers": head + self.of_layer()}
+            gathered = self.width * (self.of_rank - self.elsewhere)
+            layers = 2 * gathered / self.sizes.text.num_hidden_layers
+            work = {"head, gathered layers": head + layers}
             phases["log-probs"] = parameters | resident | work
             if not self.config.rollout.rollout_ranks:
-                weights = self.engine_weights() / self.config.engine.engine_tp_size
+                weights = self.engine_weights()
                 # Two buckets exist at a time; see models/weight_sync/stream.py.
-                work = {"engine's weights": weights, "buckets": 2 * self.bucket()}
+                bucket = self.config.engine.weight_sync_bucket_mb * 1e6 or self.device.memory / 8
+                work = {"engine's weights": weights, "buckets": 2 * bucket}
                 phases["weight sync"] = parameters | resident | work
-                share = self.config.engine.engine_mem_util * self.device.memory
-                cache = max(share - weights - ENGINE_OVERHEAD, 0.0)
                 engine = {
                     "engine's weights": weights,
-                    "engine's cache": cache,
+                    "engine's cache": self.cache_bytes(),
                     "engine's work": ENGINE_OVERHEAD,
                 }
                 phases["generate"] = ({} if idle else states | resident) | engine
@@ -316,22 +313,13 @@ class Planner:
         return phases
 
     def engine_weights(self) -> float:
-        """Return the bytes of an engine's weights, on all ranks that share it."""
+        """Return the bytes of an engine's weights on one of its ranks."""
+        tp = self.config.engine.engine_tp_size
         if self.config.engine.rollout_quantization == "none":
-            return self.width * self.parameters
+            return self.width * self.sizes.parameters / tp
         # Embeddings and head keep their width. Norms, biases and scales are too few to count.
-        text = self.shape.get_text_config()
         tables = 1 if self.shape.tie_word_embeddings else 2
-        embeddings = tables * text.vocab_size * text.hidden_size
-        return self.parameters - embeddings + self.width * embeddings
-
-    def of_layer(self) -> float:
-        gathered = self.of_rank - self.elsewhere
-        return 2 * self.width * gathered / self.shape.get_text_config().num_hidden_layers
-
-    def bucket(self) -> float:
-        size = self.config.engine.weight_sync_bucket_mb * 1e6
-        return size or self.device.memory / 8
+        return (self.sizes.parameters + (self.width - 1) * tables * self.sizes.table) / tp
 
     def max_tokens(self, step: step_memory.StepBytes, tokens: int) -> int:
         """Return the largest micro-batch that fits into the phase of training.
@@ -347,11 +335,14 @@ class Planner:
         most = tokens + (self.capacity - used) / slope
         return max(int(most) // ROUNDED * ROUNDED, 0)
 
+    def cache_bytes(self) -> float:
+        """Return the bytes of an engine's cache on one of its ranks."""
+        share = self.config.engine.engine_mem_util * self.device.memory
+        return max(share - self.engine_weights() - ENGINE_OVERHEAD, 0.0)
+
     def cache_tokens(self) -> float:
-        engine = self.config.engine
-        share = engine.engine_mem_util * self.device.memory * engine.engine_tp_size
-        used = self.engine_weights() + ENGINE_OVERHEAD * engine.engine_tp_size
-        return max(share - used, 0.0) / kv_bytes(self.shape, self.width)
+        of_engine = self.cache_bytes() * self.config.engine.engine_tp_size
+        return of_engine / self.sizes.cache_bytes()
 
     def seconds(self, cache_tokens: float) -> dict[str, float]:
         config = self.config
@@ -373,9 +364,7 @@ class Planner:
         of_a_replica = self.sp * self.tp
 
         found = seconds(
-            self.shape,
-            self.parameters,
-            self.active,
+            self.sizes,
             work,
             self.device,
             training=of_a_replica * min(self.replicas, config.train.train_batch_size),
@@ -383,7 +372,6 @@ class Planner:
             engines=min(self.engines, rollout.rollout_batch_size),
             engine_tp=config.engine.engine_tp_size,
             cache_tokens=cache_tokens,
-            bytes_per_value=self.width,
             imbalance=IMBALANCE if self.ep > 1 else 1.0,
         )
         if config.strategy.strategy == "fsdp":
@@ -399,9 +387,8 @@ class Planner:
     def recomputed(self) -> float:
         """Return the share of a forward pass that the backward pass computes once more."""
         model = self.config.model
-        length = (self.config.data.prompt_max_len + self.config.rollout.generate_max_len) // 2
         if model.gradient_checkpointing and model.gradient_checkpointing_policy == "selective":
-            return 2 * self.active / token_flops(self.shape, self.active, length)
+            return 2 * self.sizes.active / self.sizes.token_flops(self.longest // 2)
         return float(model.gradient_checkpointing)
 
     def received(self, parameters: int) -> float:
@@ -417,9 +404,8 @@ class Planner:
 
     def visit_seconds(self, work: StepWork) -> dict[str, float]:
         """Return the seconds while tokens go to experts and back; nothing runs beside them."""
-        rate = self.device.link if self.ep <= self.ranks_per_node else self.device.network
         tokens = work.samples * (work.prompt + work.response) / self.training
-        forward = tokens * visit_bytes(self.shape, self.width, self.ep) / (rate * LINK)
+        forward = tokens * self.sizes.visit_bytes(self.ep) / self.rate(self.ep)
         return {
             "log-probs": work.passes * forward,
             "train": work.epochs * forward * (3 if work.recomputed else 2),
@@ -433,31 +419,33 @@ class Planner:
         rows = -(-work.samples * work.epochs // (updates * self.replicas))
         tokens = rows * (work.prompt + work.response)
         microbatches = updates * -(-tokens // config.train.max_tokens_per_microbatch)
-        halves = config.model.bf16 and strategy.reduce_dtype == "bf16"
 
         traffic = Traffic(
             microbatches,
             updates,
             gathered=self.width * self.received(self.of_rank),
-            reduced=(2 if halves else 4) * self.received(self.trained),
+            reduced=self.gradient_width * self.received(self.trained),
             gathers_once=strategy.gather_parameters_once,
             reduces_once=strategy.reduce_gradients_once,
         )
         # Replicas sum the shards of all experts.
-        summed = replace(traffic, reduced=(2 if halves else 4) * self.trained)
-        link = self.device.link * LINK
-        network = self.device.network * LINK
-        shards_rate = link if self.shards * self.tp <= self.ranks_per_node else network
-        replicas_rate = link if self.training <= self.ranks_per_node else network
+        summed = replace(traffic, reduced=self.gradient_width * self.trained)
         scored = -(-work.samples // self.replicas) * (work.prompt + work.response)
         gathers = work.passes * -(-scored // config.train.max_tokens_per_microbatch)
         others = (self.shards - 1) / self.shards
+        shards_rate = self.rate(self.shards * self.tp)
 
         return {
             "log-probs": gathers * traffic.gathered * others / shards_rate,
             "train": traffic.of_updates(self.shards) / shards_rate
-            + summed.between_replicas(self.shards, strategy.dp_replicate) / replicas_rate,
+            + summed.between_replicas(self.shards, strategy.dp_replicate)
+            / self.rate(self.training),
         }
+
+    def rate(self, ranks: int) -> float:
+        """Return the bytes per second between so many consecutive ranks."""
+        on_one_node = ranks <= self.ranks_per_node
+        return LINK * (self.device.link if on_one_node else self.device.network)
 
     def idle_ranks(self) -> list[str]:
         """Return what a step has too little of to give work to every rank."""
@@ -536,8 +524,7 @@ class Planner:
                 f" of the {nodes} nodes and sends only gradients between them"
             )
 
-        longest = config.data.prompt_max_len + config.rollout.generate_max_len
-        if "generate" in plan.phases and plan.cache_tokens < longest:
+        if "generate" in plan.phases and plan.cache_tokens < self.longest:
             hints.append(
                 "the engine's cache does not hold one sequence of full length: a larger"
                 " --engine_tp_size or --engine_mem_util, or fewer tokens"
@@ -570,7 +557,6 @@ class Planner:
         A flag that was tried before gets a stronger value.
         """
         config = self.config
-        longest = config.data.prompt_max_len + config.rollout.generate_max_len
         yield "gradient_checkpointing", True
         if not config.strategy.fsdp_cpu_offload:
             yield "offload_idle", True
@@ -584,9 +570,9 @@ class Planner:
 
         tokens = config.train.max_tokens_per_microbatch
         # A micro-batch holds at least one whole sequence.
-        while (tokens := tokens // 2) >= longest:
+        while (tokens := tokens // 2) >= self.longest:
             yield "max_tokens_per_microbatch", tokens
-        heads = self.shape.get_text_config().num_attention_heads
+        heads = self.sizes.text.num_attention_heads
         yield from (
             ("sp_size", size)
             for size in (2, 4, 8)
@@ -595,7 +581,7 @@ class Planner:
 
     def divides_experts(self, size: int) -> bool:
         """Return whether --ep_size can be raised to this size."""
-        text = self.shape.get_text_config()
+        text = self.sizes.text
         possible = text.model_type in EXPERT_FAMILIES and self.config.strategy.fsdp
         return (
             possible
@@ -612,9 +598,8 @@ class Planner:
         other = replace(self, config=config)
         tokens = config.train.max_tokens_per_microbatch
         phases = other.phases(other.step(tokens), tokens)
-        longest = config.data.prompt_max_len + config.rollout.generate_max_len
         # A cache that does not hold one full sequence would stop the engine.
-        enough_cache = "generate" not in phases or other.cache_tokens() >= longest
+        enough_cache = "generate" not in phases or other.cache_tokens() >= self.longest
 
         fits = all(sum(amounts.values()) <= self.capacity for amounts in phases.values())
         return enough_cache and fits
@@ -651,7 +636,7 @@ def plan_of(
         raise ConfigError(f"{unplanned}, only those of text")
 
     planner = Planner(config, command, ranks, DEVICES[device], ranks_per_node, shape)
-    if planner.active < planner.parameters and not config.model.bf16:
+    if planner.sizes.active < planner.sizes.parameters and not config.model.bf16:
         missing = "torch has no shapes of their experts' products in float32"
         raise ConfigError(f"{unplanned} without --bf16: {missing}")
 

@@ -77,14 +77,61 @@ class Traffic:
         return 2 * self.updates * self.reduced / shards * (replicas - 1) / replicas
 
 
-def token_flops(shape: PretrainedConfig, parameters: int, length: int) -> float:
-    """Return the operations of a forward pass for a token: products and causal attention.
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What the bytes and the products of a model follow from."""
 
-    The sequence has `length` tokens.
-    """
-    text = shape.get_text_config()
-    heads = text.num_attention_heads * head_size(text)
-    return 2 * parameters + 2 * num_attention_layers(shape) * heads * length
+    shape: PretrainedConfig
+    parameters: int
+    active: int
+    """Parameters that compute a token: fewer with experts."""
+    width: int
+    """Bytes of a value."""
+
+    @property
+    def text(self) -> PretrainedConfig:
+        """Return the shape of the language model."""
+        return self.shape.get_text_config()
+
+    @property
+    def table(self) -> int:
+        """Return the number of parameters of the embeddings."""
+        return self.text.vocab_size * self.text.hidden_size
+
+    def token_flops(self, length: int) -> float:
+        """Return the operations of a forward pass for a token: products and causal attention.
+
+        The sequence has `length` tokens.
+        """
+        heads = self.text.num_attention_heads * head_size(self.text)
+        return 2 * self.active + 2 * num_attention_layers(self.shape) * heads * length
+
+    def read_bytes(self, num_tokens: float) -> float:
+        """Return the bytes of the parameters that so many tokens use together.
+
+        Each token has experts that are chosen at random.
+        """
+        others = 0.0
+        if self.active < self.parameters:
+            unused = 1 - self.text.num_experts_per_tok / num_experts(self.text)
+            others = (self.parameters - self.active) * unused ** (num_tokens - 1)
+        return self.width * (self.parameters - others)
+
+    def visit_bytes(self, ep: int) -> float:
+        """Return the bytes that a rank sends in a forward pass for a token that visits the experts.
+
+        The token goes to each of the chosen experts of each layer, and a result comes back. One of
+        `ep` experts is on the rank itself.
+        """
+        text = self.text
+        layers = text.num_hidden_layers - getattr(text, "first_k_dense_replace", 0)
+        values = 2 * layers * text.num_experts_per_tok * text.hidden_size
+        return values * self.width * (ep - 1) / ep
+
+    def cache_bytes(self) -> float:
+        """Return the bytes of the keys and values of a token."""
+        heads = self.text.num_key_value_heads * num_attention_layers(self.shape)
+        return 2 * heads * head_size(self.text) * self.width
 
 
 def head_size(text: PretrainedConfig) -> int:
@@ -92,9 +139,7 @@ def head_size(text: PretrainedConfig) -> int:
 
 
 def seconds(
-    shape: PretrainedConfig,
-    parameters: int,
-    active: int,
+    model: ModelSizes,
     work: StepWork,
     device: Device,
     *,
@@ -103,20 +148,19 @@ def seconds(
     engines: int,
     engine_tp: int,
     cache_tokens: float,
-    bytes_per_value: int,
     imbalance: float = 1.0,
 ) -> dict[str, float]:
     """Return seconds by phase.
 
     `training` ranks have rows in an optimizer step, `scoring` ranks in the passes over all samples,
-    and `engines` of `engine_tp` ranks each have prompts. Ranks without any add no speed. `active`
-    is the number of parameters that compute a token: fewer than `parameters` with experts. The rank
+    and `engines` of `engine_tp` ranks each have prompts. Ranks without any add no speed. The rank
     that all others wait for computes `imbalance` times the mean of the tokens.
     """
     length = work.prompt + work.response
     tokens = work.samples * length
-    forward = token_flops(shape, active, length)
-    shares = peak_shares(dense=active == parameters, recomputed=work.recomputed)
+    forward = model.token_flops(length)
+    dense = model.active == model.parameters
+    shares = peak_shares(dense=dense, recomputed=work.recomputed)
     compute, of_training = (device.flops * share for share in shares)
 
     of_an_engine = work.samples / engines
@@ -124,26 +168,22 @@ def seconds(
     # While requests wait, all places are taken; then ever fewer, until the longest response ends.
     full, tail = work.response * (of_an_engine / at_once - 1), 2 * work.response
     # A step reads the weights once for all sequences, and the cache of each.
-    weights = [
-        _read(shape, parameters, active, number) for number in (at_once, max(at_once / 2, 1))
-    ]
-    read = (full * weights[0] + tail * weights[1]) * bytes_per_value
+    read = full * model.read_bytes(at_once) + tail * model.read_bytes(max(at_once / 2, 1))
     lengths = work.prompt + work.response / 2
-    read += of_an_engine * work.response * lengths * kv_bytes(shape, bytes_per_value)
+    read += of_an_engine * work.response * lengths * model.cache_bytes()
     decoding = read / (device.bandwidth * DECODING * engine_tp)
     decoding += of_an_engine * work.response * SAMPLE_SECONDS
     if engine_tp > 1:
-        text = shape.get_text_config()
-        rows = at_once * text.hidden_size * bytes_per_value
+        rows = at_once * model.text.hidden_size * model.width
         sums = SUM_START + 2 * rows * (engine_tp - 1) / engine_tp / (device.link * LINK)
-        decoding += (full + tail) * 2 * text.num_hidden_layers * sums
+        decoding += (full + tail) * 2 * model.text.num_hidden_layers * sums
     prefill = of_an_engine * work.prompt * forward / (compute * engine_tp)
 
     return {
         "generate": decoding + prefill,
         "log-probs": work.passes * tokens * forward * imbalance / (compute * scoring),
         "train": 3 * work.epochs * tokens * forward * imbalance / (of_training * training),
-        "weight sync": parameters * bytes_per_value / (device.link * LINK),
+        "weight sync": model.width * model.parameters / (device.link * LINK),
     }
 
 
@@ -154,37 +194,6 @@ def peak_shares(*, dense: bool, recomputed: float) -> tuple[float, float]:
     return MFU, 1 / (1 / MFU + recomputed * (1 / MFU_RECOMPUTED - 1 / MFU))
 
 
-def _read(shape: PretrainedConfig, parameters: int, active: int, num_tokens: float) -> float:
-    """Return the number of parameters that so many tokens use together.
-
-    Each token has experts that are chosen at random.
-    """
-    if active == parameters:
-        return parameters
-    text = shape.get_text_config()
-    unused = 1 - text.num_experts_per_tok / num_experts(text)
-    return parameters - (parameters - active) * unused ** (num_tokens - 1)
-
-
 def num_experts(text: PretrainedConfig) -> int:
     """Return the number of experts of a layer; each family has another name for it."""
     return next(getattr(text, name) for name in EXPERTS if hasattr(text, name))
-
-
-def visit_bytes(shape: PretrainedConfig, bytes_per_value: int, ep: int) -> float:
-    """Return the bytes that a rank sends in a forward pass for a token that visits the experts.
-
-    The token goes to each of the chosen experts of each layer, and a result comes back. One of `ep`
-    experts is on the rank itself.
-    """
-    text = shape.get_text_config()
-    layers = text.num_hidden_layers - getattr(text, "first_k_dense_replace", 0)
-    values = 2 * layers * text.num_experts_per_tok * text.hidden_size
-    return values * bytes_per_value * (ep - 1) / ep
-
-
-def kv_bytes(shape: PretrainedConfig, bytes_per_value: int) -> float:
-    """Return the bytes of the keys and values of a token."""
-    text = shape.get_text_config()
-    heads = text.num_key_value_heads * num_attention_layers(shape)
-    return 2 * heads * head_size(text) * bytes_per_value

@@ -14,6 +14,7 @@ from algorithms.roles.rows import dense_scorer
 from app.trainer.in_turn import train_and_resume, train_in_turn
 from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.prepare import prepare_config
+from lightrft.app.trainer.base import Run
 from lightrft.app.trainer.build_roles import build_critic
 from lightrft.config import Config, parse
 from lightrft.models.load import load_tokenizer
@@ -174,7 +175,7 @@ def made(flags: list[str]) -> tuple[dict[str, torch.Tensor], list[str]]:
     config: Config = prepare_config("train_ppo", parse(flags, "train_ppo"))
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    critic = build_critic(config, strategy, load_tokenizer(config.model), updates=1)
+    critic = build_critic(Run(config, strategy, load_tokenizer(config.model)), updates=1)
     learned = [name for name, parameter in critic.module.hf_parameters() if parameter.requires_grad]
     weights = {name: tensor.clone() for name, tensor in strategy.full_params(critic.module)}
     strategy.close()

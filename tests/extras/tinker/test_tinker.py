@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.app.cli import read_command_line
 from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.prepare import prepare_config
+from lightrft.app.trainer.base import Run
 from lightrft.app.trainer.build_roles import build_policy
 from lightrft.core.engine import Request
 from lightrft.engine.requests import Sampling
@@ -121,7 +122,7 @@ def worker_of(folder: str, save_path: str, *flags: str, engine: bool = False) ->
     config = prepare_config("tinker", read_command_line(argv, "tinker"))
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    policy = build_policy(config, strategy, updates=1, reference=False)
+    policy = build_policy(Run(config, strategy), updates=1, reference=False)
     if engine:
         strategy.setup_inference_engine(config, actor=policy.actor)
     identity = {"settings": {"lora_rank": config.model.lora_rank}, "weights": {}}

@@ -35,7 +35,7 @@ from lightrft.extras.tools.step_memory import (
     step_bytes,
     with_layers,
 )
-from lightrft.extras.tools.step_time import StepWork, Traffic, kv_bytes, seconds
+from lightrft.extras.tools.step_time import ModelSizes, StepWork, Traffic, seconds
 from lightrft.models.parallel.peaks import DEVICES
 from lightrft.strategy.checkpoint.model_folders import name_folders
 from ranks import run_ranks
@@ -80,6 +80,7 @@ def test_experts_by_hand():
     device = DEVICES["h100"]
     none = StepWork(0, 0, 1, 1, 1, True)
     parameters, active = parameter_counts(shape)
+    model = ModelSizes(shape, parameters, active, 2)
     expert = 48 * 3 * 2048 * 768
     assert (
         parameters - active == 120 * expert
@@ -89,9 +90,7 @@ def test_experts_by_hand():
     # On average half of the samples are still decoded.
     for samples, chosen in ((2, 8), (4, 15.5)):
         found = seconds(
-            shape,
-            parameters,
-            active,
+            model,
             replace(none, samples=samples),
             device,
             training=1,
@@ -99,10 +98,9 @@ def test_experts_by_hand():
             engines=1,
             engine_tp=1,
             cache_tokens=1e6,
-            bytes_per_value=2,
         )
         weights = 2 * (parameters - (128 - chosen) * expert)
-        read = 2 * weights + samples * kv_bytes(shape, 2) / 2
+        read = 2 * weights + samples * model.cache_bytes() / 2
         assert found["generate"] == pytest.approx(read / (0.6 * 3.35e12) + samples * 8e-6)
         assert found["train"] == pytest.approx(
             3 * samples * (2 * active + 2 * 48 * 32 * 128) / (0.25 * 989e12)
@@ -152,10 +150,9 @@ def test_seconds_by_hand():
     shape = known_config("Qwen/Qwen2.5-7B")
     device = DEVICES["h100"]
     parameters = num_parameters(shape)
+    model = ModelSizes(shape, parameters, parameters, 2)
     found = seconds(
-        shape,
-        parameters,
-        parameters,
+        model,
         StepWork(4, 0, 10, 1, 1, True),
         device,
         training=1,
@@ -163,10 +160,9 @@ def test_seconds_by_hand():
         engines=1,
         engine_tp=1,
         cache_tokens=1e6,
-        bytes_per_value=2,
     )
-    cache = 4 * 10 * 5 * kv_bytes(shape, 2)
-    assert kv_bytes(shape, 2) == 2 * 28 * 4 * 128 * 2
+    cache = 4 * 10 * 5 * model.cache_bytes()
+    assert model.cache_bytes() == 2 * 28 * 4 * 128 * 2
     read = 20 * 2 * parameters + cache
     assert found["generate"] == pytest.approx(read / (0.6 * 3.35e12) + 40 * 8e-6)
     forward = 40 * (2 * parameters + 2 * 28 * 28 * 128 * 10) / (0.35 * 989e12)
@@ -178,19 +174,18 @@ def test_an_engine_of_several_ranks_sums_over_them_twice_in_each_layer():
     """Eight samples in turns of four: ten steps with all places taken, and 20 at the end."""
     shape = known_config("Qwen/Qwen2.5-7B")
     parameters = num_parameters(shape)
+    model = ModelSizes(shape, parameters, parameters, 2)
     work, device = StepWork(8, 0, 10, 0, 1, False), DEVICES["h100"]
-    options = {"training": 1, "scoring": 1, "engines": 1, "bytes_per_value": 2}
+    options = {"training": 1, "scoring": 1, "engines": 1}
     alone, two = (
-        seconds(
-            shape, parameters, parameters, work, device, engine_tp=tp, cache_tokens=40, **options
-        )["generate"]
+        seconds(model, work, device, engine_tp=tp, cache_tokens=40, **options)["generate"]
         for tp in (1, 2)
     )
     sampled = 80 * 8e-6
     sums = 30 * 2 * 28 * (12e-6 + 4 * 3584 * 2 / (0.6 * 450e9))
     assert two == pytest.approx((alone - sampled) / 2 + sampled + sums)
     assert alone == pytest.approx(
-        (30 * 2 * parameters + 8 * 10 * 5 * kv_bytes(shape, 2)) / (0.6 * 3.35e12) + sampled
+        (30 * 2 * parameters + 8 * 10 * 5 * model.cache_bytes()) / (0.6 * 3.35e12) + sampled
     )
 
 
@@ -212,7 +207,7 @@ def test_training_reaches_the_share_that_is_published():
     parameters = num_parameters(shape)
     options = {"training": 8, "scoring": 8, "engines": 8, "engine_tp": 1, "cache_tokens": 1e6}
     work, device = StepWork(64, 0, 32768, 0, 1, 0.0), DEVICES["h200"]
-    found = seconds(shape, parameters, parameters, work, device, bytes_per_value=2, **options)
+    found = seconds(ModelSizes(shape, parameters, parameters, 2), work, device, **options)
     attention = 2 * 36 * 32 * 128 * 32768
     operations = 3 * 64 * 32768 * (2 * parameters + attention)
     assert operations / (found["train"] * 8 * 989e12) == pytest.approx(0.37, rel=0.1)
@@ -279,7 +274,7 @@ def test_divided_experts_by_hand():
     # The traced model has fewer rows in the routers, too.
     assert by_eight.elsewhere == pytest.approx(experts * 7 / 8, rel=1e-3)
 
-    others = plain.parameters - experts
+    others = plain.sizes.parameters - experts
     gathered = others * 31 / 32 + experts / 8 * 3 / 4
     assert by_eight.received(by_eight.of_rank) * 31 / 32 == pytest.approx(gathered, rel=1e-2)
     alone = divided(8, 8)
@@ -301,7 +296,7 @@ def test_divided_experts_are_held_as_whole_ones_are():
     """A rank has a share of all masters, gradients and moments, however many experts it gathers."""
     planner = divided(32, 8, layers=3)
     step = planner.step(4096)
-    share = 4 * planner.parameters / 32
+    share = 4 * planner.sizes.parameters / 32
     assert step.parameters == pytest.approx(share, rel=1e-3)
     assert step.gradients == pytest.approx(share, rel=1e-3)
     assert step.optimizer == pytest.approx(2 * share, rel=1e-3)
@@ -516,7 +511,7 @@ def test_a_hybrid_has_a_plan(tmp_path):
     folder = tiny_hybrid(tmp_path / "model")
     shape = model_config(folder)
     assert layer_period(shape) == 4
-    assert kv_bytes(shape, 2) == 2 * 1 * 2 * 32 * 2
+    assert ModelSizes(shape, 1, 1, 2).cache_bytes() == 2 * 1 * 2 * 32 * 2
 
     config = parse(
         [f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp"], "train_sft"
