@@ -556,7 +556,7 @@ class TrainPpoFlags(TypedDict, total=False):
     mismatch_limit: float | None
     """End the run when the mean difference between the log-probs of engine and trainer in a step is larger than this; unset: only warn of a difference far above the previous steps."""
     eval_steps: int
-    """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the end."""
+    """Number of steps between evaluations, with one more at the end; -1: only at the end."""
     logging_steps: int
     """Number of steps between reports of metrics."""
     report_to: str | list[str]
@@ -833,8 +833,10 @@ class TrainSftFlags(TypedDict, total=False):
     """Start from the beginning in a folder that has the results of an earlier run; they are moved to FOLDER.previous."""
     stop_loss: float | None
     """In supervised training: end the run when the loss of a step is below this value."""
+    eval_generate: str | Path
+    """Evaluate by responses, too: flags of `lightrft evaluate` such as '--eval_data gsm8k=test.jsonl --generate_max_len 512', or a file with its configuration. The model answers these prompts at --eval_steps and at the end."""
     eval_steps: int
-    """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the end."""
+    """Number of steps between evaluations, with one more at the end; -1: only at the end."""
     logging_steps: int
     """Number of steps between reports of metrics."""
     report_to: str | list[str]
@@ -1093,7 +1095,7 @@ class TrainRmFlags(TypedDict, total=False):
     stop_loss: float | None
     """In supervised training: end the run when the loss of a step is below this value."""
     eval_steps: int
-    """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the end."""
+    """Number of steps between evaluations, with one more at the end; -1: only at the end."""
     logging_steps: int
     """Number of steps between reports of metrics."""
     report_to: str | list[str]
@@ -1342,7 +1344,7 @@ class TrainPrmFlags(TypedDict, total=False):
     stop_loss: float | None
     """In supervised training: end the run when the loss of a step is below this value."""
     eval_steps: int
-    """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the end."""
+    """Number of steps between evaluations, with one more at the end; -1: only at the end."""
     logging_steps: int
     """Number of steps between reports of metrics."""
     report_to: str | list[str]
@@ -1608,8 +1610,10 @@ class TrainDpoFlags(TypedDict, total=False):
     """Start from the beginning in a folder that has the results of an earlier run; they are moved to FOLDER.previous."""
     stop_loss: float | None
     """In supervised training: end the run when the loss of a step is below this value."""
+    eval_generate: str | Path
+    """Evaluate by responses, too: flags of `lightrft evaluate` such as '--eval_data gsm8k=test.jsonl --generate_max_len 512', or a file with its configuration. The model answers these prompts at --eval_steps and at the end."""
     eval_steps: int
-    """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the end."""
+    """Number of steps between evaluations, with one more at the end; -1: only at the end."""
     logging_steps: int
     """Number of steps between reports of metrics."""
     report_to: str | list[str]
@@ -1867,8 +1871,10 @@ class TrainKtoFlags(TypedDict, total=False):
     """Start from the beginning in a folder that has the results of an earlier run; they are moved to FOLDER.previous."""
     stop_loss: float | None
     """In supervised training: end the run when the loss of a step is below this value."""
+    eval_generate: str | Path
+    """Evaluate by responses, too: flags of `lightrft evaluate` such as '--eval_data gsm8k=test.jsonl --generate_max_len 512', or a file with its configuration. The model answers these prompts at --eval_steps and at the end."""
     eval_steps: int
-    """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the end."""
+    """Number of steps between evaluations, with one more at the end; -1: only at the end."""
     logging_steps: int
     """Number of steps between reports of metrics."""
     report_to: str | list[str]

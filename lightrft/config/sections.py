@@ -1152,9 +1152,12 @@ class TrainSection(Section, commands=TRAINING):
     larger than this; unset: only warn of a difference far above the previous steps."""
     stop_loss: float | None = option(None, commands=SUPERVISED)
     """In supervised training: end the run when the loss of a step is below this value."""
-    eval_steps: int = option(-1, needs="--eval_data")
-    """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the
-    end."""
+    eval_generate: str = option("", commands=("train_sft", "train_dpo", "train_kto"))
+    """Evaluate by responses, too: flags of `lightrft evaluate` such as "--eval_data gsm8k=test.jsonl
+    --generate_max_len 512", or a file with its configuration. The model answers these prompts at
+    --eval_steps and at the end."""
+    eval_steps: int = option(-1, needs="--eval_data or --eval_generate")
+    """Number of steps between evaluations, with one more at the end; -1: only at the end."""
 
 
 @dataclass

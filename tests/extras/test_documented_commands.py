@@ -296,7 +296,17 @@ def known(groups: list[list[str]]) -> bool:
 
 def options_of_tools() -> set[str]:
     """Return the flags of the commands that read no configuration."""
-    names = ("doctor", "export", "plan", "bundle", "replay", "forecast", "test_rewards", "tune")
+    names = (
+        "doctor",
+        "export",
+        "plan",
+        "bundle",
+        "replay",
+        "forecast",
+        "test_rewards",
+        "tune",
+        "curate",
+    )
     return {
         option
         for name in names

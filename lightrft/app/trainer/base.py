@@ -291,7 +291,8 @@ class Trainer(ABC):
             self.interruption.at_once = False
 
             last = number == self.total_steps or self.enough()
-            if self.config.data.eval_data and _due(number, train.eval_steps, last):
+            evaluates = self.config.data.eval_data or train.eval_generate
+            if evaluates and _due(number, train.eval_steps, last):
                 with self.trace.phase("evaluate"):
                     self.evaluate()
 

@@ -177,7 +177,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         sampler=sampler,
         make_experience=make_experience,
         learners=learners,
-        eval_sets=eval_sets,
+        evaluation=Evaluation(original, strategy, eval_sets, sampler),
         measures=measures,
         read=read,
         items=items,
@@ -535,10 +535,13 @@ def build_learners(
 # -- evaluation alone
 
 
-def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
+def evaluation(
+    config: Config, strategy: StrategyBase, actor: nn.Module | None = None
+) -> Evaluation:
     """Load held-out prompts and reward models, and start an engine with the weights of `pretrain`.
 
-    `pretrain` may also be a run's folder or a checkpoint.
+    `pretrain` may also be a run's folder or a checkpoint. With an `actor`, which learns, the engine
+    gets its weights, and sleeps.
     """
     world = strategy.mesh.world
     original = config
@@ -552,10 +555,12 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     if any(each.rewards is rewards for each in sets):
         rewards.models = build_roles.build_model_rewards(run)
     config = build_data.with_token_ids(config, run.tokenizer)
-    # The engine sleeps only to make room for reward models; nothing else needs the device.
-    engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
-    name = f"(--engine_type {config.engine.engine_type}) with {config.model.pretrain}"
-    start_engine(replace(config, engine=engine), strategy, name)
+    engine = config.engine
+    if actor is None:
+        # The engine sleeps only to make room for reward models; nothing else needs the device.
+        engine = replace(engine, enable_engine_sleep=rewards.models is not None)
+    name = f"(--engine_type {engine.engine_type}) with {config.model.pretrain}"
+    start_engine(replace(config, engine=engine), strategy, name, actor=actor)
 
     sampler = build_sampler(replace(run, config=config))
     return Evaluation(original, strategy, sets, sampler)

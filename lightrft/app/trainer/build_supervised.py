@@ -1,6 +1,8 @@
 """Build the trainers that learn from given examples: SFT, reward models, preferences."""
 
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightrft.app.run.prepare import prepare_config
 from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer import build_data
 from lightrft.app.trainer.base import Run, TrainingData
+from lightrft.app.trainer.build import evaluation
 from lightrft.app.trainer.build_roles import build_policy, build_reward_model
 from lightrft.app.trainer.supervised import SupervisedTrainer, Task
 from lightrft.app.trainer.tasks.dpo import DPOTask
@@ -21,6 +24,7 @@ from lightrft.app.trainer.tasks.kto import KTOTask
 from lightrft.app.trainer.tasks.process_reward import ProcessRewardTask
 from lightrft.app.trainer.tasks.reward_model import RewardModelTask
 from lightrft.app.trainer.tasks.sft import SFTTask
+from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import REFERENCE_FREE, Config
 from lightrft.data.preferences import load_answers, load_pairs
@@ -30,6 +34,11 @@ from lightrft.models.load import head_names
 from lightrft.strategy.checkpoint.final_model import with_merged_pretrain
 from lightrft.strategy.strategy import StrategyBase
 
+OF_PROMPTS = {
+    *("apply_chat_template", "system_prompt", "chat_template_kwargs", "chat_template_date"),
+    "prompt_max_len",
+}
+"""What prompts of --eval_generate have in common with the rows that are learned."""
 Learning = tuple[DistributedRole, Task, TrainingData]
 """The role that learns, the task it learns, and the data."""
 
@@ -108,6 +117,7 @@ def supervised_trainer(command: str, config: Config, strategy: StrategyBase) -> 
     check_logins(config, strategy)
     # The trainer records the user's configuration; only its objects see the merged --pretrain.
     merged = with_merged_pretrain(config, strategy.mesh.world)
+    generated = generated_evaluation(merged)
     role, task, training_data = SUPERVISED_TASKS[command](build_data.load_run(merged, strategy))
     observer, trace = observation(config, strategy)
 
@@ -117,11 +127,37 @@ def supervised_trainer(command: str, config: Config, strategy: StrategyBase) -> 
         role,
         training_data,
         task=task,
+        evaluation=generated and evaluation(generated, strategy, role.module),
         role_name="actor" if isinstance(role, Policy) else "reward_model",
         observer=observer,
         trace=trace,
         run_folder=run_folder,
     )
+
+
+def generated_evaluation(config: Config) -> Config | None:
+    """Return the configuration of --eval_generate, for the model of a run; None without it.
+
+    Chat template and length of prompts are those of the run unless they are given. Raises
+    ConfigError for what `lightrft evaluate` would refuse.
+    """
+    flags = shlex.split(config.train.eval_generate)
+    if not flags:
+        return None
+
+    try:
+        own = parse(flags if flags[0].startswith("-") else ["--config", *flags], "evaluate")
+        for name in OF_PROMPTS - own.data.written:
+            own.data.put(name, getattr(config.data, name))
+        if "engine_type" not in own.engine.written:
+            own.engine.put("engine_type", "hf")
+        own.train.put("seed", config.train.seed)
+        own = replace(own, model=replace(config.model), strategy=replace(config.strategy))
+        for section in (own.model, own.strategy):
+            section.written.clear()  # not written for this evaluation
+        return prepare_config("evaluate", own)
+    except ConfigError as error:
+        raise ConfigError(f"--eval_generate {config.train.eval_generate}: {error}") from error
 
 
 def _policy(run: Run, data: TrainingData, *, reference: bool) -> Policy:

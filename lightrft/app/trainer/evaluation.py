@@ -1,4 +1,4 @@
-"""Evaluate a model in a separate run: generate responses to held-out prompts, and score them."""
+"""Evaluate a model: generate responses to held-out prompts, and score them."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from loguru import logger
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.algorithms.rollout.scores import Estimate
@@ -74,6 +75,23 @@ class Evaluation:
             )
 
         return result
+
+    def measure(self, actor: nn.Module, step: int, metrics: Metrics) -> None:
+        """Add `eval/*` metrics of a model that learns, after a step. All ranks call it.
+
+        The engine's weights keep their version: versions count steps, and the next step streams
+        these same weights under the same version.
+        """
+        strategy = self.strategy
+        version = strategy.weight_version
+        with strategy.engine_awake(actor):
+            seed = self.config.train.seed
+            answered = answer_all(self.sets, self.sampler, seed, "evaluation", step)
+
+        strategy.engine_lags(version)
+        # Scoring comes after generation, because reward models may need the device.
+        for held_out, groups in zip(self.sets, answered, strict=True):
+            evaluate(held_out, groups, metrics, strategy.mesh.data)
 
     def _bounds(self, estimates: list[dict[str, Estimate]]) -> dict[str, float]:
         """Return the ends of the confidence intervals by name, as accuracy_low and _high."""

@@ -15,7 +15,7 @@ from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.app.observe.sinks import sample_rows
 from lightrft.app.run.interruption import Interrupted
 from lightrft.app.trainer.base import Trainer, TrainingData
-from lightrft.app.trainer.held_out import HeldOut, answer_all, evaluate
+from lightrft.app.trainer.evaluation import Evaluation
 from lightrft.config.sections import moves_reference
 from lightrft.core.batch import TrainingPlan
 from lightrft.core.experience import ExperienceMaker
@@ -52,7 +52,8 @@ class PPOTrainer(Trainer):
     make_experience: InitVar[ExperienceMaker]
     learners: Sequence[Learner]
     """Models that learn, in order; the policy is the last one."""
-    eval_sets: Sequence[HeldOut] = ()
+    evaluation: Evaluation
+    """What answers and scores --eval_data."""
     measures: InitVar[Sequence[Measure]] = ()
     """Functions that see the samples of each step."""
     read: Read | None = None
@@ -153,20 +154,7 @@ class PPOTrainer(Trainer):
         return f"{where}, {done:,} of {len(responses):,} responses{rank}, {speed}"
 
     def evaluate(self) -> None:
-        """Add `eval/*` metrics of --eval_data.
-
-        The engine's weights keep their version: versions count steps, and the next step streams
-        these same weights under the same version.
-        """
-        version = self.strategy.weight_version
-        with self.strategy.engine_awake(self.policy.actor):
-            seed = self.config.train.seed
-            answered = answer_all(self.eval_sets, self.sampler, seed, "evaluation", self.done)
-
-        self.strategy.engine_lags(version)
-        # Scoring comes after generation, because reward models may need the device.
-        for held_out, groups in zip(self.eval_sets, answered, strict=True):
-            evaluate(held_out, groups, self.metrics, self.strategy.mesh.data)
+        self.evaluation.measure(self.policy.actor, self.done, self.metrics)
 
     @property
     def learning_roles(self) -> dict[str, DistributedRole]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightrft.app.trainer.base import Trainer, TrainingData
+from lightrft.app.trainer.evaluation import Evaluation
 from lightrft.core.role import LossTerm
 from lightrft.core.samples import Answer, Prompt
 from lightrft.core.step import StepRecord
@@ -31,6 +32,8 @@ class SupervisedTrainer(Trainer):
     """Takes one optimizer step over `train_batch_size` rows in each step."""
 
     task: Task
+    evaluation: Evaluation | None = None
+    """What answers and scores the prompts of --eval_generate."""
 
     def __post_init__(self, training_data: TrainingData) -> None:
         super().__post_init__(training_data)
@@ -68,11 +71,17 @@ class SupervisedTrainer(Trainer):
                     yield row | {"label": label, "length": len(answer.token_ids)}
 
     def evaluate(self) -> None:
-        """Add the loss on the held-out rows, and the task's other metrics, as `eval/*`."""
+        """Add the loss on the held-out rows, and the task's other metrics, as `eval/*`.
+
+        So are the numbers of the responses to the prompts of --eval_generate.
+        """
         train = self.config.train
-        max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
-        term = self.task.term(self.eval_prompts, max_tokens=max_tokens)
-        self.metrics.mean("eval/loss", self.role.measure(term, self.metrics))
+        if self.config.data.eval_data:
+            max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
+            term = self.task.term(self.eval_prompts, max_tokens=max_tokens)
+            self.metrics.mean("eval/loss", self.role.measure(term, self.metrics))
+        if self.evaluation is not None:
+            self.evaluation.measure(self.role.module, self.done, self.metrics)
 
     def enough(self) -> bool:
         stop = self.config.train.stop_loss
