@@ -109,7 +109,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         start_engine(run, actor=policy.actor, draft=draft and draft.module)
 
     observer = observe(config, strategy)
-    rewards.trace = strategy.trace
+    rewards.calls.trace = strategy.trace
 
     # the way from samples to experience
     kl_coefficient, entropy_coefficient = build_coefficients(algorithm)
