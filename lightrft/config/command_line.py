@@ -38,6 +38,11 @@ Flags = dict[str, list[str]]
 ESSENTIAL: list[str] = table("config/presets")["essential"]
 """Flags that most runs set; --help begins with them."""
 HELP = ("-h", "--help")
+HELP_END = """
+--help GROUP explains the flags of a group, --help WORD those with the word in their names, and
+--help all every flag.
+--version prints the version. Flags of other tools: docs/migrating.md.
+"""
 VERSION = "--version"
 
 
@@ -338,15 +343,7 @@ def help_text(command: str, topic: str = "", description: str = "") -> str:
             textwrap.fill(" ".join(names), 118, initial_indent="  ", subsequent_indent="  "),
         ]
 
-    lines += [
-        "",
-        (
-            "--help GROUP explains the flags of a group, --help WORD those with the word in their"
-            " names, and --help all every flag."
-        ),
-    ]
-    lines += ["--version prints the version. Flags of other tools: docs/migrating.md."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, HELP_END])
 
 
 def _first_sentence(name: str) -> str:

@@ -97,15 +97,11 @@ def resolve(
         _correct_quantized_rollouts(config)
     if config.engine.exact and not config.rollout.partial_rollout:
         config.expand({"mismatch_limit": 0.0})
-    if algorithm.eps_clip is None:
-        bounds = {}
-    else:
-        bounds = dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)
     config.expand(
-        recipe(algorithm.advantage_estimator)
-        | correction_bounds(algorithm.rollout_correction)
-        | bounds
+        recipe(algorithm.advantage_estimator) | correction_bounds(algorithm.rollout_correction)
     )
+    if algorithm.eps_clip is not None:
+        config.expand(dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip))
 
     strategy = config.strategy
     strategy.put("strategy", strategy_name(strategy))

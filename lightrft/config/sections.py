@@ -35,6 +35,7 @@ from lightrft.config.values import (
     Verbatim,
     nearest,
     option,
+    pair_bound,
     typed_value,
 )
 
@@ -87,27 +88,13 @@ BELOW_HALF = Bound(
     lambda value: 0 <= value < 0.5,
 )
 BELOW_1 = Bound("must be at least 0 and below 1", lambda value: 0 <= value < 1)
-RANGE = Bound(
-    "takes two numbers: the minimum and the maximum",
-    lambda pair: len(pair) == 2 and pair[0] <= pair[1],
-    whole=True,
-)
+RANGE = pair_bound("takes two numbers: the minimum and the maximum", lambda a, b: a <= b)
 OPTIONAL_RANGE = replace(RANGE, holds=lambda pair: not pair or RANGE.holds(pair))
-BETAS = Bound(
-    "takes two numbers, at least 0 and below 1",
-    lambda pair: len(pair) == 2 and all(map(BELOW_1.holds, pair)),
-    whole=True,
+BETAS = pair_bound(
+    "takes two numbers, at least 0 and below 1", lambda a, b: 0 <= a < 1 and 0 <= b < 1
 )
-TWO = Bound(
-    "takes two numbers above 0",
-    lambda pair: len(pair) == 2 and all(map(POSITIVE.holds, pair)),
-    whole=True,
-)
-SCORES = Bound(
-    "takes two numbers, the lowest and the highest score",
-    lambda pair: len(pair) == 2 and pair[0] < pair[1],
-    whole=True,
-)
+TWO = pair_bound("takes two numbers above 0", lambda a, b: a > 0 and b > 0)
+SCORES = pair_bound("takes two numbers, the lowest and the highest score", lambda a, b: a < b)
 DISTINCT = Bound("contains a name twice", lambda names: len(set(names)) == len(names), whole=True)
 
 

@@ -53,6 +53,11 @@ class Bound:
         return replace(self, message=self.message + text)
 
 
+def pair_bound(message: str, holds: Callable[[Any, Any], bool]) -> Bound:
+    """Return the bound of a list of two numbers."""
+    return Bound(message, lambda pair: len(pair) == 2 and holds(*pair), whole=True)
+
+
 NUMBER = Bound("must be a number", lambda value: value == value)
 """Bound of a number that declares none."""
 MINUTES = Bound("must be above 0", lambda value: value > 0, most=525_600)

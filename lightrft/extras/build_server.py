@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightrft.app.run.observation import log_duration
 from lightrft.app.run.resume_check import identity
-from lightrft.app.trainer.base import Run
+from lightrft.app.run.run import Run
+from lightrft.app.trainer.build import start_engine
 from lightrft.app.trainer.build_data import with_token_ids
 from lightrft.app.trainer.build_roles import build_frozen_reward_model, build_policy
 from lightrft.config.errors import ConfigError
@@ -64,16 +65,8 @@ def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
     config = with_token_ids(
         replace(config, data=replace(config.data, apply_chat_template=True)), tokenizer
     )
-    strategy.announce("start_engine")
-
-    with log_duration(
-        strategy,
-        f"starting the engine (--engine_type {config.engine.engine_type}) with"
-        f" {config.model.pretrain}",
-    ):
-        strategy.setup_inference_engine(
-            replace(config, engine=replace(config.engine, enable_engine_sleep=False))
-        )
+    awake = replace(config.engine, enable_engine_sleep=False)
+    start_engine(Run(replace(config, engine=awake), strategy))
 
     episodes = new_episodes(replace(config, environment=section), tokenizer)
     sampler = EpisodeSampler(strategy, tokenizer, config.rollout, episodes)
@@ -109,9 +102,7 @@ def tinker_server(config: Config, strategy: StrategyBase) -> Any:
     config = with_merged_pretrain(config, strategy.mesh.world)
     with log_duration(strategy, f"loading {pretrain}"):
         policy = build_policy(Run(config, strategy), updates=1, reference=False)
-    strategy.announce("start_engine")
-    with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
-        strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
+    start_engine(Run(config, strategy), actor=policy.actor)
 
     adapters = config.model.lora_rank > 0
     folder = Path(config.train.save_path) / "checkpoints"

@@ -38,7 +38,6 @@ class EngineJudge:
     def __post_init__(self) -> None:
         self.data = self.strategy.mesh.data
         self.settings = JudgeSettings(self.config.reward)
-        self.settings.check()
 
     def ask(self, samples: Sequence[Sample]) -> None:
         """Generate replies about samples that have none yet.

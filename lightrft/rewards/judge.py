@@ -25,7 +25,6 @@ class Judge:
         Raises ValueError for settings that cannot be used.
         """
         self.settings = JudgeSettings(section)
-        self.settings.check()
         self._server = Endpoint("--judge_url", section.judge_url, JUDGE_KEY, **limits)
 
     def __call__(self, samples: list[Sample], **columns: list[Any]) -> list[float]:

@@ -24,7 +24,7 @@ class JudgeSettings:
 
     section: RewardSection
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ValueError for a template without {response}, or a pattern without one group."""
         _template(self.section.judge_template)
         _compile(self.section.judge_pattern)

@@ -100,6 +100,7 @@ class RewardRunner:
         self.fail = fail
         setup = Setup(name, self.section, tuple(models), chat)
         self.function = setup.function()
+
         self.models: ModelScores | None = None
         """Reward models that score in addition to the function. They run while the engine sleeps,
         because not all fit on the device at once. With --overlap they stay there, and compute
@@ -108,18 +109,8 @@ class RewardRunner:
         """The judge of --judge_url engine; it scores in addition to the function."""
         self._failures = self._in_a_row = 0
         self._begun: list[Call] = []
-        self._calls = self._make_calls(setup)
-
-    @property
-    def trace(self) -> Untraced:
-        """Return the trace that records the calls, and how long the rank waits for their
-        results.
-        """
-        return self._calls.trace
-
-    @trace.setter
-    def trace(self, trace: Untraced) -> None:
-        self._calls.trace = trace
+        self.calls = self._make_calls(setup)
+        """Its `trace` records the calls, and how long the rank waits for their results."""
 
     def _make_calls(self, setup: Setup) -> "InProcess | Processes":
         terms = reward_terms(self.name)
@@ -195,7 +186,7 @@ class RewardRunner:
     def begin(self, samples: list[Sample]) -> None:
         """Begin a call of the function with these samples of one prompt."""
         if self.model_parallel.rank == 0 and samples:
-            self._begun.append((samples, self._calls.begin(samples)))
+            self._begun.append((samples, self.calls.begin(samples)))
 
     def finish(self, samples: list[Sample]) -> None:
         """Wait for all calls that were begun, then run the reward models.
@@ -203,7 +194,7 @@ class RewardRunner:
         All ranks call it together. `samples` are the samples of all these calls; the ranks of
         `model_parallel` pass them in the same order.
         """
-        with self._calls.trace.phase("wait", idle=True):
+        with self.calls.trace.phase("wait", idle=True):
             failure = self._failure()
         if self.model_parallel.size > 1:
             results = [
@@ -371,7 +362,7 @@ class RewardRunner:
             return [error]
 
         # Each call goes to the front of the queue, so the last one comes first: they run in order.
-        calls = [(sample, self._calls.begin([sample], first=True)) for sample in reversed(samples)]
+        calls = [(sample, self.calls.begin([sample], first=True)) for sample in reversed(samples)]
         results = (self._set_result([sample], result) for sample, result in reversed(calls))
         return list(islice(filter(None, results), None if zero else 1))
 

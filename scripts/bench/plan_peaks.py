@@ -29,7 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.rollout.sampler import sampling_of
 from lightrft.algorithms.terms import policy_objective
-from lightrft.app.trainer.base import Run
+from lightrft.app.run.run import Run
 from lightrft.app.trainer.build_roles import build_policy
 from lightrft.config import Config, parse
 from lightrft.config.resolve import resolve

@@ -358,7 +358,7 @@ def test_calls_of_a_pool_that_closes_get_a_result():
     for text in ("hang", "hang", "right"):
         made.begin(group(text))
     time.sleep(0.5)
-    made._calls.close()
+    made.calls.close()
     with pytest.raises(
         ConfigError, match="the worker processes have been closed, for the response 'hang'"
     ):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from loguru import logger
 
-from lightrft.app.trainer.base import Run
+from lightrft.app.run.run import Run
 from lightrft.app.trainer.build_data import load_rewarded
 from lightrft.config import Config, ConfigError, DataSection, RewardSection
 from lightrft.core.samples import Prompt, Sample

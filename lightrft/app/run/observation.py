@@ -27,17 +27,17 @@ def log_duration(strategy: StrategyBase, activity: str) -> Iterator[None]:
     strategy.print(f"{activity}: done after {duration(time.perf_counter() - began)}")
 
 
-def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:
-    """Build the observer, with sinks on rank 0 only, and a trace on every rank."""
+def observe(config: Config, strategy: StrategyBase) -> Observer:
+    """Build the observer, with sinks on rank 0 only, and the strategy's trace on every rank."""
     observer = Observer(_sinks(config) if strategy.is_rank_0() else [])
 
-    trace = Trace(
+    strategy.trace = Trace(
         peak_memory=partial(device.peak_memory, strategy.device),
         memory_in_use=partial(device.memory_in_use, strategy.device),
         synchronize=partial(device.synchronize, strategy.device),
         on_phase=[strategy.announce, observer.phase],
     )
-    return observer, trace
+    return observer
 
 
 def check_logins(config: Config, strategy: StrategyBase) -> None:

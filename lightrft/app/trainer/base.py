@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 import lightrft
 from lightrft.algorithms.roles.operations import count_parameters
 from lightrft.algorithms.roles.role import DistributedRole
-from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.app.observe.pending_metrics import PendingMetrics
 from lightrft.app.observe.progress import progress_lines
 from lightrft.app.observe.report import write_report
@@ -50,18 +49,6 @@ from lightrft.versions import installed_versions
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What data and models are loaded with."""
-
-    config: Config
-    strategy: StrategyBase
-    tokenizer: Tokenizer | None = None
-    """None stands for the tokenizer of --pretrain, if it has one."""
-    expand: Expander | None = None
-    """Expands prompts with media for the model; None if all prompts are text."""
-
-
-@dataclass(frozen=True, slots=True)
 class TrainingData:
     """Data of a run: tokenized rows, the tokenizer, and the number of steps."""
 
@@ -86,22 +73,23 @@ class Trainer(ABC):
 
     config: Config
     strategy: StrategyBase
-    role: DistributedRole
-    """Role that learns."""
+    learning_roles: dict[str, DistributedRole]
+    """Roles that learn, by the names of their models in checkpoints. The last one is the run's
+    model."""
     training_data: InitVar[TrainingData]
     _: KW_ONLY
     observer: Observer
-    trace: Trace
     run_folder: RunFolder
     items: dict[str, Stateful] = field(default_factory=dict)
     """Further objects whose state goes into checkpoints; see Checkpoints.save()."""
-    role_name: str = "actor"
-    """Name of the role's model in checkpoints."""
 
     def __post_init__(self, training_data: TrainingData) -> None:
+        self.trace: Trace = self.strategy.trace
         self.tokenizer = training_data.tokenizer
         self.total_steps = training_data.total_steps
         self.prompts = training_data.prompts
+        self.learned_rows = self.prompts
+        """All data that the parameters depend on."""
         self.eval_prompts = training_data.eval_prompts
         self.metrics = Metrics()
         self._measured: Counter[str] = Counter()
@@ -111,14 +99,17 @@ class Trainer(ABC):
         self.interruption = Interruption(self.strategy.mesh.world)
         self.interruption.at_once = True
         self.folder = self.run_folder.path
+        self.checkpoints = self.run_folder.checkpoints
         self.health = Health(self.config, self.strategy.dtype, logs=self.strategy.is_rank_0())
 
+        *_, (role_name, self.role) = self.learning_roles.items()
         self.models: dict[str, tuple[nn.Module, Optimizer | None, LRScheduler | None]] = {
-            self.role_name: (self.role.module, self.role.optimizer, self.role.scheduler)
+            name: (role.module, role.optimizer, role.scheduler)
+            for name, role in self.learning_roles.items()
         }
         """What a checkpoint contains, by name. A trainer with more models adds them."""
         if self.role.average is not None:
-            name = "ema" if self.role_name == "actor" else f"{self.role_name}_ema"
+            name = "ema" if role_name == "actor" else f"{role_name}_ema"
             self.models[name] = (self.role.average, None, None)
 
         unreported = PendingMetrics(self.metrics, self.strategy.mesh.world)
@@ -201,12 +192,8 @@ class Trainer(ABC):
         models = {"model": self.role.module}
         if self.role.average is not None:
             models["model_ema"] = self.role.average
-        return models
-
-    @property
-    def learning_roles(self) -> dict[str, DistributedRole]:
-        """Return the roles that learn, by name of the model in checkpoints."""
-        return {self.role_name: self.role}
+        *others, _ = self.learning_roles.items()
+        return models | {name: role.module for name, role in others}
 
     def save_models(self) -> None:
         """Save the trained models as Hugging Face folders; all ranks call it."""
@@ -374,21 +361,10 @@ class Trainer(ABC):
             digests = {name: weights_of(model.name_or_path) for name, model in models.items()}
         digests = self.strategy.mesh.world.broadcast(digests)
         weights = {name: digest for name, digest in digests.items() if digest}
-        config = models[self.role_name].config
-        rows = self.learned_rows
+        model = self.strategy.unwrap_model(self.role.module).config
+        probabilities = self.prompts.probabilities
 
-        return identity(
-            self.config, config, rows, weights, probabilities=self.prompts.probabilities
-        )
-
-    @property
-    def learned_rows(self) -> PromptSet:
-        """Return all data that the parameters depend on."""
-        return self.prompts
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.run_folder.checkpoints
+        return identity(self.config, model, self.learned_rows, weights, probabilities=probabilities)
 
     def save(self) -> None:
         """Save a checkpoint of the state after `self.done` steps."""

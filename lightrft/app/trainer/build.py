@@ -1,5 +1,6 @@
 """Build a trainer that is ready to run from a configuration; this module only connects objects."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -25,30 +26,29 @@ from lightrft.algorithms.stages.build import experience_maker
 from lightrft.algorithms.stages.compare import compare_rewards
 from lightrft.algorithms.terms import policy_objective
 from lightrft.algorithms.unread import unread_columns
-from lightrft.app.run.observation import check_logins, log_duration, observation
+from lightrft.app.run.observation import check_logins, log_duration, observe
 from lightrft.app.run.prepare import prepare_config
 from lightrft.app.run.recorded_samples import RecordedSamples
+from lightrft.app.run.run import Run
 from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer import build_data, build_roles
-from lightrft.app.trainer.base import Run, TrainingData
+from lightrft.app.trainer.base import TrainingData
 from lightrft.app.trainer.evaluation import Evaluation
 from lightrft.app.trainer.held_out import HeldOut
-from lightrft.app.trainer.ppo import PPOTrainer
+from lightrft.app.trainer.ppo import PPOTrainer, ReplayedStep
 from lightrft.app.trainer.tasks.sft import PtxLoss
 from lightrft.config import references, sections
 from lightrft.config.errors import ConfigError
 from lightrft.config.extras import WATCHED, WITH_EPISODES, extra
 from lightrft.config.sections import AlgorithmSection, Config, RolloutSection
 from lightrft.config.values import CommaSeparated
-from lightrft.core.advantages import CompareRewards
 from lightrft.core.batch import RoutedShape
 from lightrft.core.experience import ExperienceMaker, flatten
 from lightrft.core.groups import Group
 from lightrft.core.losses import PolicyObjective
-from lightrft.core.metrics import Untraced
 from lightrft.core.role import Learner
 from lightrft.core.rollout import Scheduler
-from lightrft.core.step import Measure
+from lightrft.core.step import Measure, Step
 from lightrft.core.table import keywords
 from lightrft.data.benchmarks import benchmarks, with_benchmark_columns
 from lightrft.data.duplicates import warn_of_learned_rows
@@ -106,12 +106,10 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     ptx_loss = build_ptx_loss(run, policy, teacher)
     if not config.rollout.replay_rollouts:
         rewards.models = build_roles.build_model_rewards(run)
-        name = f"(--engine_type {config.engine.engine_type})"
-        start_engine(config, strategy, name, actor=policy.actor, draft=draft and draft.module)
+        start_engine(run, actor=policy.actor, draft=draft and draft.module)
 
-    observer, trace = observation(config, strategy)
-    strategy.trace = trace
-    rewards.trace = trace
+    observer = observe(config, strategy)
+    rewards.calls.trace = strategy.trace
 
     # the way from samples to experience
     kl_coefficient, entropy_coefficient = build_coefficients(algorithm)
@@ -121,8 +119,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
     # the way from prompts to samples
     sampler = build_sampler(run)
-    overlap = build_overlap(config, strategy, make_experience, rewards, trace)
-    scheduler = build_scheduler(run, training_data, sampler, rewards, trace=trace, overlap=overlap)
+    overlap = build_overlap(run, make_experience, rewards)
+    scheduler = build_scheduler(run, training_data, sampler, rewards, overlap)
     rollout = (JudgedRollout if rewards.judge else ResumableRollout)(scheduler, rewards)
     watch = None
     watched: dict[str, Stateful] = {}
@@ -159,27 +157,26 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         dump = RecordedSamples(config.rollout.dump_rollouts, strategy.mesh)
         measures.append(partial(dump.write, writer=observer.writer))
 
-    read = None
+    step_of_run: Callable[..., Step] = Step
     if replays:
         recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
         read = partial(
             recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
         )
+        step_of_run = partial(ReplayedStep, read=read)
+    learning_step = step_of_run(
+        strategy, rollout, make_experience, learners, measures=measures, trace=strategy.trace
+    )
     return PPOTrainer(
         original,
         strategy,
-        policy,
+        {each.name: each.role for each in learners},
         training_data,
         observer=observer,
-        trace=trace,
         run_folder=run_folder,
-        rollout=rollout,
+        learning_step=learning_step,
         sampler=sampler,
-        make_experience=make_experience,
-        learners=learners,
         evaluation=Evaluation(original, strategy, eval_sets, sampler),
-        measures=measures,
-        read=read,
         items=items,
         ends=watch and watch.ends_run,
     )
@@ -321,26 +318,23 @@ def build_ptx_loss(run: Run, policy: Policy, teacher: Teacher | None) -> PtxLoss
 
     # The order is a function of the seed, so a resumed run goes on with the next rows.
     order = prompts.order(run.strategy.data_order, config.train.seed)
-    teacher = teacher if config.algorithm.ptx_teacher else None
-    return PtxLoss(policy, prompts, order, config.train, config.algorithm, teacher, run.expand)
+    return PtxLoss(run, policy, prompts, order, teacher if config.algorithm.ptx_teacher else None)
 
 
 def start_engine(
-    config: Config,
-    strategy: StrategyBase,
-    name: str,
-    *,
-    actor: nn.Module | None = None,
-    draft: nn.Module | None = None,
+    run: Run, *, actor: nn.Module | None = None, draft: nn.Module | None = None
 ) -> None:
     """Start the engine with the weights of `actor`, or of --pretrain without one.
 
     `draft` is the model that drafts, if it is trained. Raises ConfigError if the engine does not
     read the data's media.
     """
+    config, strategy = run.config, run.strategy
     strategy.announce("start_engine")
+    name = f"(--engine_type {config.engine.engine_type})"
+    name += f" with {config.model.pretrain}" if actor is None else ""
     with log_duration(strategy, f"starting the engine {name}"):
-        strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor, draft=draft)
+        strategy.setup_inference_engine(config, actor=actor, draft=draft)
     strategy.engine.check_media(sections.media_columns(config.data))
 
 
@@ -352,13 +346,6 @@ def build_coefficients(section: AlgorithmSection) -> tuple[KLCoefficient, Entrop
     kl = KLCoefficient(section.init_kl_coef, section.kl_target, section.kl_horizon)
     entropy = EntropyCoefficient(section.entropy_coef, section.entropy_target, section.entropy_step)
     return kl, entropy
-
-
-def build_compare(config: Config, shaper: RewardShaper) -> CompareRewards:
-    """Build what compares rewards."""
-    coefficients = config.reward.reward_model_coef
-    weights = references.reward_weights(config.reward.reward, config.model, coefficients)
-    return compare_rewards(config.algorithm, shaper, weights)
 
 
 def build_experience_maker(
@@ -383,11 +370,14 @@ def build_experience_maker(
         "routed": routed,
     }
 
+    coefficients = config.reward.reward_model_coef
+    weights = references.reward_weights(config.reward.reward, config.model, coefficients)
+
     return experience_maker(
         policy,
         config.algorithm,
         config.train,
-        compare=build_compare(config, shaper),
+        compare=compare_rewards(config.algorithm, shaper, weights),
         kl_coefficient=kl_coefficient,
         entropy_coefficient=entropy_coefficient,
         critic=critic,
@@ -407,18 +397,14 @@ def build_sampler(run: Run) -> RunSampler:
 
 
 def build_overlap(
-    config: Config,
-    strategy: StrategyBase,
-    make_experience: ExperienceMaker,
-    rewards: RewardRunner,
-    trace: Untraced,
+    run: Run, make_experience: ExperienceMaker, rewards: RewardRunner
 ) -> Overlap | None:
     """Build the thread that computes early, while other groups are still generated.
 
     It computes the models' outputs and the scores of reward models for complete groups. None
     without --overlap.
     """
-    if not config.rollout.overlap:
+    if not run.config.rollout.overlap:
         return None
 
     def compute(groups: list[Group]) -> None:
@@ -426,7 +412,7 @@ def build_overlap(
         if rewards.models is not None:
             rewards.models.compute_early([sample for group in groups for sample in group.responses])
 
-    return Overlap(compute, strategy.device, trace)
+    return Overlap(compute, run.strategy.device, run.strategy.trace)
 
 
 def scheduler_class(run: Run) -> tuple[type[Scheduler], bool]:
@@ -470,9 +456,7 @@ def build_scheduler(
     training_data: TrainingData,
     sampler: RunSampler,
     rewards: RewardRunner,
-    *,
-    trace: Untraced,
-    overlap: Overlap | None = None,
+    overlap: Overlap | None,
 ) -> Scheduler:
     """Build the scheduler that chooses the prompts of a step."""
     config, strategy = run.config, run.strategy
@@ -485,7 +469,7 @@ def build_scheduler(
         "greedy": "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator]),
         "order": prompts.order(strategy.data_order, config.train.seed),
         "expander": run.expand,
-        "trace": trace,
+        "trace": strategy.trace,
         "skips_unreadable": skips,
         "overlap": overlap,
         "total_steps": training_data.total_steps,
@@ -559,8 +543,7 @@ def evaluation(
     if actor is None:
         # The engine sleeps only to make room for reward models; nothing else needs the device.
         engine = replace(engine, enable_engine_sleep=rewards.models is not None)
-    name = f"(--engine_type {engine.engine_type}) with {config.model.pretrain}"
-    start_engine(replace(config, engine=engine), strategy, name, actor=actor)
+    run = replace(run, config=replace(config, engine=engine))
+    start_engine(run, actor=actor)
 
-    sampler = build_sampler(replace(run, config=config))
-    return Evaluation(original, strategy, sets, sampler)
+    return Evaluation(original, strategy, sets, build_sampler(run))

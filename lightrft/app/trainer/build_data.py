@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.algorithms.rollout.teacher_columns import TeacherColumns
 from lightrft.algorithms.stages.compare import columns_of_data
-from lightrft.app.trainer.base import Run, TrainingData
+from lightrft.app.run.run import Run
+from lightrft.app.trainer.base import TrainingData
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import teacher_terms
 from lightrft.config.sections import Config, has_episodes, media_columns

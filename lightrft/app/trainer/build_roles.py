@@ -11,7 +11,7 @@ from lightrft.algorithms.roles.mixture import MixturePolicy
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.roles.reward_model import RewardModel
 from lightrft.algorithms.roles.teacher import Teacher, Teachers
-from lightrft.app.trainer.base import Run
+from lightrft.app.run.run import Run
 from lightrft.app.trainer.selfcheck import check_model
 from lightrft.config.extras import extra
 from lightrft.config.references import reward_model_terms, teacher_terms

@@ -11,19 +11,20 @@ from lightrft.algorithms.preferences.reward import RewardObjective
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.roles.reward_model import RewardModel
 from lightrft.algorithms.roles.role import DistributedRole
-from lightrft.app.run.observation import check_logins, log_duration, observation
+from lightrft.app.run.observation import check_logins, log_duration, observe
 from lightrft.app.run.prepare import prepare_config
+from lightrft.app.run.run import Run
 from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer import build_data
-from lightrft.app.trainer.base import Run, TrainingData
+from lightrft.app.trainer.base import TrainingData
 from lightrft.app.trainer.build import evaluation
 from lightrft.app.trainer.build_roles import build_policy, build_reward_model
 from lightrft.app.trainer.supervised import SupervisedTrainer, Task
 from lightrft.app.trainer.tasks.dpo import DPOTask
-from lightrft.app.trainer.tasks.kto import KTOTask
-from lightrft.app.trainer.tasks.process_reward import ProcessRewardTask
-from lightrft.app.trainer.tasks.reward_model import RewardModelTask
-from lightrft.app.trainer.tasks.sft import SFTTask
+from lightrft.app.trainer.tasks.kto import term_of_answers
+from lightrft.app.trainer.tasks.process_reward import term_of_steps
+from lightrft.app.trainer.tasks.reward_model import term_of_pairs
+from lightrft.app.trainer.tasks.sft import term_of_tokens
 from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import REFERENCE_FREE, Config
@@ -46,7 +47,7 @@ Learning = tuple[DistributedRole, Task, TrainingData]
 def _sft(run: Run) -> Learning:
     data = build_data.load_training_data(run)
     policy = _policy(run, data, reference=False)
-    return policy, SFTTask(policy, run.config.train, expand=run.expand), data
+    return policy, partial(term_of_tokens, run), data
 
 
 def _reward_model(run: Run) -> Learning:
@@ -61,7 +62,7 @@ def _reward_model(run: Run) -> Learning:
     data = _load_judged(run, load_pairs, heads=heads)
     role = _scorer(run, data, heads)
     objective = RewardObjective(config.preference, heads if len(heads) > 1 else [])
-    return role, RewardModelTask(role, objective, config.train, run.expand), data
+    return role, partial(term_of_pairs, run, role, objective), data
 
 
 def _process_reward_model(run: Run) -> Learning:
@@ -74,7 +75,7 @@ def _process_reward_model(run: Run) -> Learning:
 
     data = _load_judged(run, load_steps)
     role = _scorer(run, data, heads)
-    return role, ProcessRewardTask(role, run.config.train, run.expand), data
+    return role, partial(term_of_steps, run, role), data
 
 
 def _dpo(run: Run) -> Learning:
@@ -84,7 +85,7 @@ def _dpo(run: Run) -> Learning:
     live = needed and not section.precompute_reference
     # With precomputed log-probs the reference need not stay in memory.
     policy = _policy(run, data, reference=live)
-    task = DPOTask(policy, DPOObjective(section), run.config.train, run.expand)
+    task = DPOTask(run, policy, DPOObjective(section))
     if needed and not live:
         run.strategy.announce("reference_logprobs")
         with log_duration(run.strategy, "log-probs of the reference"):
@@ -97,7 +98,7 @@ def _dpo(run: Run) -> Learning:
 def _kto(run: Run) -> Learning:
     data = _load_judged(run, load_answers)
     policy = _policy(run, data, reference=True)
-    return policy, KTOTask(policy, run.config.preference, run.config.train, run.expand), data
+    return policy, partial(term_of_answers, run, policy), data
 
 
 SUPERVISED_TASKS: dict[str, Callable[[Run], Learning]] = {
@@ -119,18 +120,15 @@ def supervised_trainer(command: str, config: Config, strategy: StrategyBase) -> 
     merged = with_merged_pretrain(config, strategy.mesh.world)
     generated = generated_evaluation(merged)
     role, task, training_data = SUPERVISED_TASKS[command](build_data.load_run(merged, strategy))
-    observer, trace = observation(config, strategy)
 
     return SupervisedTrainer(
         config,
         strategy,
-        role,
+        {"actor" if isinstance(role, Policy) else "reward_model": role},
         training_data,
         task=task,
         evaluation=generated and evaluation(generated, strategy, role.module),
-        role_name="actor" if isinstance(role, Policy) else "reward_model",
-        observer=observer,
-        trace=trace,
+        observer=observe(config, strategy),
         run_folder=run_folder,
     )
 

@@ -1,15 +1,11 @@
 """PPO, GRPO and the like: generate samples, score them, estimate advantages, update."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import KW_ONLY, InitVar, dataclass
-from functools import partial
-
-from torch import nn
+from dataclasses import KW_ONLY, dataclass
 
 from lightrft.algorithms.roles.policy import Policy
-from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.algorithms.rollout.rollout import FixedBatch
 from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.app.observe.sinks import sample_rows
@@ -18,14 +14,10 @@ from lightrft.app.trainer.base import Trainer, TrainingData
 from lightrft.app.trainer.evaluation import Evaluation
 from lightrft.config.sections import moves_reference
 from lightrft.core.batch import TrainingPlan
-from lightrft.core.experience import ExperienceMaker
 from lightrft.core.groups import measure_samples
 from lightrft.core.metrics import Metrics
-from lightrft.core.role import Learner
-from lightrft.core.rollout import Rollout
 from lightrft.core.samples import Sample
-from lightrft.core.step import Measure, Step, StepRecord
-from lightrft.data.prompt_set import PromptSet
+from lightrft.core.step import Step, StepRecord
 from lightrft.strategy.batching.micro_batches import put_batch
 
 Read = Callable[[int], tuple[list[Sample], int]]
@@ -47,45 +39,26 @@ class ReplayedStep(Step):
 class PPOTrainer(Trainer):
     """Trains on generated samples: a step generates groups for a batch of prompts and learns."""
 
-    rollout: Rollout
+    learning_step: Step
+    """Generates and learns. The trainer adds what a run needs around learning."""
     sampler: RunSampler
-    make_experience: InitVar[ExperienceMaker]
-    learners: Sequence[Learner]
-    """Models that learn, in order; the policy is the last one."""
     evaluation: Evaluation
     """What answers and scores --eval_data."""
-    measures: InitVar[Sequence[Measure]] = ()
-    """Functions that see the samples of each step."""
-    read: Read | None = None
-    """Returns the samples of another run, which are learned instead."""
     ends: Callable[[], bool] | None = None
     """Returns True if the step just done is the last one, on all ranks."""
 
-    def __post_init__(
-        self,
-        training_data: TrainingData,
-        make_experience: ExperienceMaker,
-        measures: Sequence[Measure],
-    ) -> None:
+    def __post_init__(self, training_data: TrainingData) -> None:
         super().__post_init__(training_data)
         self.policy: Policy = self.role
+        self.rollout = self.learning_step.rollout
+        self.replays = isinstance(self.learning_step, ReplayedStep)
         self.moves_reference = moves_reference(self.config.algorithm)
         self.has_readers = self.strategy.sample_store().is_outside
 
-        read = self.read
-        self.learning_step = (Step if read is None else partial(ReplayedStep, read=read))(
-            self.strategy,
-            self.rollout,
-            make_experience,
-            self.learners,
-            measures=[self._measure, *measures],
-            around=self._around_learning,
-            trace=self.trace,
-        )
-
-        for learner in self.learners:
-            role = learner.role
-            self.models[learner.name] = (role.module, role.optimizer, role.scheduler)
+        self.learning_step.measures = [self._measure, *self.learning_step.measures]
+        self.learning_step.around = self._around_learning
+        if mixin := self.items.get("mixin"):
+            self.learned_rows = self.prompts + mixin.prompts
         if self.moves_reference:
             self.models["reference"] = (self.policy.reference, None, None)
 
@@ -106,7 +79,7 @@ class PPOTrainer(Trainer):
 
     def _measure(self, number: int, samples: list[Sample], version: int, metrics: Metrics) -> None:
         """Show and measure the samples of a step, unless the run was asked to stop."""
-        if self.read is None:
+        if not self.replays:
             self.rollout.rewards.count_failures("rollout/reward_failures", metrics)
             self.interruption.safe_point()
         # Samples of a group come together, so that responses can be compared.
@@ -125,7 +98,7 @@ class PPOTrainer(Trainer):
 
         # Which prompts come next depends on the rewards of this step, and not on its updates.
         scheduler = self.rollout.scheduler
-        continues = self.read is None and number < self.total_steps
+        continues = not self.replays and number < self.total_steps
         prepares = continues and isinstance(scheduler, FixedBatch)
         with scheduler.preparing(number + 1) if prepares else nullcontext():
             yield
@@ -155,16 +128,3 @@ class PPOTrainer(Trainer):
 
     def evaluate(self) -> None:
         self.evaluation.measure(self.policy.actor, self.done, self.metrics)
-
-    @property
-    def learning_roles(self) -> dict[str, DistributedRole]:
-        return {each.name: each.role for each in self.learners}
-
-    def models_to_save(self) -> dict[str, nn.Module]:
-        others = {each.name: each.role.module for each in self.learners[:-1]}
-        return super().models_to_save() | others
-
-    @property
-    def learned_rows(self) -> PromptSet:
-        mixin = self.items.get("mixin")
-        return self.prompts if mixin is None else self.prompts + mixin.prompts

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -47,16 +46,23 @@ INDEX_LISTS: list[str] = table("app/trainer/small_sizes")["index_lists"]
 """Lists of numbers of layers."""
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence transformers' remarks about sizes that do not fit a configuration."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+@without_warnings()
 def small_config(config: PretrainedConfig, *, multiple: int = 1) -> PretrainedConfig:
     """Return a configuration of the same class with a layer of each type, and small sizes.
 
     The numbers of heads are multiples of `multiple`. Towers have one layer.
     """
-    with without_warnings():
-        return _small_config(config, multiple)
-
-
-def _small_config(config: PretrainedConfig, multiple: int) -> PretrainedConfig:
     language = config.get_text_config()
     values = config.to_dict()
     values.pop("quantization_config", None)
@@ -101,27 +107,12 @@ def small_model(
         torch.default_generator.manual_seed(seed)
         with torch.device("cpu"):
             model = new_model(config, **options)
-        _disturb(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape) * 0.05)
 
     model.config.use_cache = False
     return model.eval()
-
-
-def _disturb(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.05)
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Silence transformers' remarks about sizes that do not fit a configuration."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 def _small(config: PretrainedConfig, values: dict[str, Any], multiple: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ MOST_EXAMPLES = 6
 class Task(Protocol):
     """A loss on examples for a trainer to minimise."""
 
-    def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
+    def __call__(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' examples.
 
         Micro-batches have at most `max_tokens` tokens. All ranks call it with the same examples,
@@ -45,7 +45,7 @@ class SupervisedTrainer(Trainer):
         with self.trace.phase("data", idle=True):
             rows = self.order.rows((number - 1) * train.train_batch_size, train.train_batch_size)
             prompts = [self.prompts[row] for row in rows]
-            term = self.task.term(prompts, max_tokens=train.max_tokens_per_microbatch)
+            term = self.task(prompts, max_tokens=train.max_tokens_per_microbatch)
         if number == 1 and self.strategy.mesh.world.rank == 0:
             self.observer.samples(number, list(self._examples(prompts[:MOST_EXAMPLES])))
 
@@ -78,7 +78,7 @@ class SupervisedTrainer(Trainer):
         train = self.config.train
         if self.config.data.eval_data:
             max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
-            term = self.task.term(self.eval_prompts, max_tokens=max_tokens)
+            term = self.task(self.eval_prompts, max_tokens=max_tokens)
             self.metrics.mean("eval/loss", self.role.measure(term, self.metrics))
         if self.evaluation is not None:
             self.evaluation.measure(self.role.module, self.done, self.metrics)

@@ -12,8 +12,9 @@ from loguru import logger
 
 from lightrft.algorithms.rollout.rollout import JudgedRollout
 from lightrft.algorithms.rollout.sampler import RunSampler
+from lightrft.app.run.run import Run
 from lightrft.app.run.run_folder import RunFolder, copy_records
-from lightrft.app.trainer.base import Run, TrainingData
+from lightrft.app.trainer.base import TrainingData
 from lightrft.app.trainer.build import build_rewards
 from lightrft.app.trainer.build_data import load_rewarded
 from lightrft.config.sections import Config, has_episodes

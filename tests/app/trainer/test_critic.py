@@ -14,7 +14,7 @@ from algorithms.roles.rows import dense_scorer
 from app.trainer.in_turn import train_and_resume, train_in_turn
 from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.prepare import prepare_config
-from lightrft.app.trainer.base import Run
+from lightrft.app.run.run import Run
 from lightrft.app.trainer.build_roles import build_critic
 from lightrft.config import Config, parse
 from lightrft.models.load import load_tokenizer

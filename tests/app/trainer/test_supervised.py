@@ -14,9 +14,10 @@ from algorithms.roles import rows
 from app.trainer.in_turn import train_and_resume
 from app.trainer.judged import PAIRS, course, write
 from lightrft.algorithms.objectives import sft
+from lightrft.app.run.run import Run
 from lightrft.app.trainer.supervised import SupervisedTrainer
 from lightrft.app.trainer.tasks.sft import PtxLoss
-from lightrft.config import AlgorithmSection, DataSection, TrainSection
+from lightrft.config import AlgorithmSection, Config, DataSection, TrainSection
 from lightrft.core.metrics import Metrics
 from lightrft.core.order import Order
 from lightrft.core.role import LossTerm
@@ -46,7 +47,8 @@ def updated(folder: str):
     policy = rows.policy(made, folder, max_tokens=24)
     metrics = Metrics()
     prompts = given()
-    ptx_loss = PtxLoss(policy, prompts, Order(len(prompts), TRAIN.seed), TRAIN, ALGORITHM)
+    run = Run(Config(train=TRAIN, algorithm=ALGORITHM), made)
+    ptx_loss = PtxLoss(run, policy, prompts, Order(len(prompts), TRAIN.seed))
     batch, (members,) = policy.redistribute(
         rows.share(rows.whole(), made.get_rank(), made.mesh.data.size)
     )

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.app.cli import read_command_line
 from lightrft.app.quickstart.inputs import tiny_qwen3
 from lightrft.app.run.prepare import prepare_config
-from lightrft.app.trainer.base import Run
+from lightrft.app.run.run import Run
 from lightrft.app.trainer.build_roles import build_policy
 from lightrft.core.engine import Request
 from lightrft.engine.requests import Sampling

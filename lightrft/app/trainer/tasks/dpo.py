@@ -9,10 +9,11 @@ from torch import Tensor
 
 from lightrft.algorithms.preferences.dpo import DPOObjective, answer_sums
 from lightrft.algorithms.roles.policy import Policy
+from lightrft.app.run.run import Run
 from lightrft.app.trainer.tasks.pairs import local_pairs, pair_denominator
-from lightrft.config.sections import REFERENCE_FREE, TrainSection
+from lightrft.config.sections import REFERENCE_FREE
 from lightrft.core.role import LossTerm
-from lightrft.core.samples import Expand, Prompt
+from lightrft.core.samples import Prompt
 from lightrft.data.preferences import CHOSEN, REJECTED
 from lightrft.strategy.batching.micro_batches import share
 
@@ -24,26 +25,20 @@ PAIRS_AT_ONCE = 1024
 class DPOTask:
     """Learns from pairs of answers; the loss is the mean over all pairs of a step."""
 
+    run: Run
     policy: Policy
     objective: DPOObjective
-    train: TrainSection
-    expand: Expand | None = None
-    """Function that expands prompts with media."""
     _known: dict[bytes, Tensor] = field(default_factory=dict)
     """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the CPU."""
 
-    def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
+    def __call__(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' pairs, with reference log-probs.
 
         Before the first optimizer step the policy is the reference, so they are left out.
         Other micro-batches would round them differently, and chance would decide which answer seems
         to be preferred.
         """
-        strategy = self.policy.strategy
-        batch, rows, local = local_pairs(
-            pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand
-        )
-
+        batch, rows, local = local_pairs(self.run, pairs, max_tokens=max_tokens)
         section = self.objective.section
         has_learned = self.policy.scheduler.last_epoch > 0
         if not has_learned or section.dpo_loss in REFERENCE_FREE:
@@ -55,7 +50,7 @@ class DPOTask:
             logprobs = self.policy.reference_logprobs(batch, rows)
             batch.reference = answer_sums(logprobs, batch, section.ld_alpha)
 
-        denominator = pair_denominator(pairs, strategy.device)
+        denominator = pair_denominator(pairs, self.run.strategy.device)
         return LossTerm(batch, rows, self.objective, denominator, self.policy.supervised)
 
     def precompute(self, pairs: Sequence[Prompt]) -> None:
@@ -63,15 +58,12 @@ class DPOTask:
 
         All ranks call it together.
         """
-        data = self.policy.strategy.mesh.data
-        train = self.train
+        data = self.run.strategy.mesh.data
+        train = self.run.config.train
         max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
         for start in range(0, len(pairs), PAIRS_AT_ONCE):
             chunk = pairs[start : start + PAIRS_AT_ONCE]
-            batch, rows, local = local_pairs(
-                chunk, data, train, max_tokens=max_tokens, expand=self.expand
-            )
-
+            batch, rows, local = local_pairs(self.run, chunk, max_tokens=max_tokens)
             logprobs = self.policy.logprobs(batch, rows)
             sums = answer_sums(logprobs, batch, self.objective.section.ld_alpha).view(-1, 2)
             indices = share(data, torch.tensor(local, dtype=torch.int64))

@@ -9,33 +9,21 @@ from dataclasses import dataclass
 from lightrft.algorithms.objectives import PtxObjective, sft
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.roles.teacher import TeacherOfTokens
-from lightrft.app.trainer.tasks.examples import known_denominator, plan_local_rows
-from lightrft.config.sections import AlgorithmSection, TrainSection
+from lightrft.app.run.run import Run
+from lightrft.app.trainer.tasks.examples import known_denominator, local_batch
 from lightrft.core.batch import Batch, Rows
 from lightrft.core.losses import Denominator
 from lightrft.core.order import Order
 from lightrft.core.role import LossTerm
-from lightrft.core.samples import Expand, Prompt
+from lightrft.core.samples import Prompt
 from lightrft.data.conversations import supervised_batch
 from lightrft.data.loader import Blend, check_batch
-from lightrft.strategy.strategy import StrategyBase
 
 
-class SFTTask:
-    """Learns answers to prompts; the loss is the mean over all answer tokens of a step."""
-
-    def __init__(self, policy: Policy, train: TrainSection, *, expand: Expand | None = None):
-        """Set up the task. `expand` expands prompts with media."""
-        self.policy = policy
-        self.train = train
-        self.expand = expand
-
-    def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
-        """Return this rank's share of the loss on all ranks' prompts."""
-        batch, rows, denominator = supervised_share(
-            prompts, self.policy.strategy, self.train, max_tokens=max_tokens, expand=self.expand
-        )
-        return LossTerm(batch, rows, sft, denominator)
+def term_of_tokens(run: Run, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
+    """Learn answers to prompts; the loss is the mean over all answer tokens of a step."""
+    batch, rows, denominator = supervised_share(run, prompts, max_tokens=max_tokens)
+    return LossTerm(batch, rows, sft, denominator)
 
 
 @dataclass(eq=False)
@@ -46,34 +34,31 @@ class PtxLoss:
     if there are too few rows.
     """
 
+    run: Run
     policy: Policy
     prompts: Sequence[Prompt]
     order: Order | Blend
     """Order of the rows."""
-    train: TrainSection
-    algorithm: AlgorithmSection
     teacher: TeacherOfTokens | None = None
     """Teacher whose distributions over the answers are learned; None learns their tokens."""
-    expand: Expand | None = None
-    """Expands prompts with media."""
 
     def __post_init__(self) -> None:
-        check_batch(len(self.prompts), self.train.train_batch_size)
-        vocabulary = self.policy.vocabulary_size
-        self.num_candidates = min(self.algorithm.distill_top_k, vocabulary)
-        beta = None if self.teacher is None else self.algorithm.distill_beta
-        self.objective = PtxObjective(self.algorithm.ptx_coef, beta)
+        check_batch(len(self.prompts), self.run.config.train.train_batch_size)
+        algorithm = self.run.config.algorithm
+        self.num_candidates = min(algorithm.distill_top_k, self.policy.vocabulary_size)
+        beta = None if self.teacher is None else algorithm.distill_beta
+        self.objective = PtxObjective(algorithm.ptx_coef, beta)
         self.num_batches = 0
 
     def next(self) -> LossTerm:
         """Return the next batch, averaged over the answer tokens of all ranks."""
         # Answers have another number of tokens than the samples, so they count separately.
-        size = self.train.train_batch_size
+        train = self.run.config.train
+        size = train.train_batch_size
         prompts = [self.prompts[row] for row in self.order.rows(self.num_batches * size, size)]
         self.num_batches += 1
-        most = self.train.max_tokens_per_microbatch
         batch, rows, denominator = supervised_share(
-            prompts, self.policy.strategy, self.train, max_tokens=most, expand=self.expand
+            self.run, prompts, max_tokens=train.max_tokens_per_microbatch
         )
 
         forward = self.policy.supervised
@@ -93,22 +78,15 @@ class PtxLoss:
 
 
 def supervised_share(
-    prompts: Sequence[Prompt],
-    strategy: StrategyBase,
-    train: TrainSection,
-    *,
-    max_tokens: int,
-    expand: Expand | None = None,
+    run: Run, prompts: Sequence[Prompt], *, max_tokens: int
 ) -> tuple[Batch, Rows, Denominator]:
     """Return this rank's balanced share of all ranks' answers, the micro-batches, and the
     denominator of the learned tokens of all ranks."""
     answers = [prompt.columns["label"] for prompt in prompts]
-    data = strategy.mesh.data
-    local_rows, micro_batches = plan_local_rows(prompts, data, train, max_tokens=max_tokens)
-    batch = supervised_batch([prompts[row] for row in local_rows], local_rows, expand)
+    batch, micro_batches, _ = local_batch(run, supervised_batch, prompts, max_tokens=max_tokens)
 
     # All ranks know all rows. The first token of a sequence is never learned.
     answered = zip(prompts, answers, strict=True)
     learned = [sum(each.learned[0 if prompt.num_tokens else 1 :]) for prompt, each in answered]
     sequences = sum(count > 0 for count in learned)
-    return batch, micro_batches, known_denominator(sum(learned), sequences, strategy.device)
+    return batch, micro_batches, known_denominator(sum(learned), sequences, run.strategy.device)
