@@ -1139,6 +1139,11 @@ class TrainSection(Section, commands=TRAINING):
     """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the
     end."""
 
+    @property
+    def most_logprob_tokens(self) -> int:
+        """Return the largest number of tokens in a forward pass without gradients on one rank."""
+        return self.max_tokens_per_logprob_microbatch or self.max_tokens_per_microbatch
+
 
 @dataclass
 class ObserveSection(Section, commands=TRAINING):

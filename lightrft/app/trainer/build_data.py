@@ -129,10 +129,8 @@ def teacher_columns(config: Config, tokenizer: Tokenizer) -> TeacherColumns | No
     """Return what reads the columns about teachers; None if there are none."""
     if config.data.teacher_key is None and config.data.teacher_prompt_key is None:
         return None
-    train = config.train
-    budget = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
     labels = [label for label, _ in teacher_terms(config.model.teacher_pretrain)]
-    longest = budget - config.rollout.generate_max_len
+    longest = config.train.most_logprob_tokens - config.rollout.generate_max_len
     return TeacherColumns(config.data, tokenizer, labels, longest=longest)
 
 

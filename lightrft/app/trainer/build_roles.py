@@ -206,11 +206,10 @@ def build_teacher(run: Run, policy: Policy) -> Teacher:
     if config.data.teacher_key is None and config.data.teacher_prompt_key is None:
         return teachers[0]
 
-    budget = config.train.max_tokens_per_logprob_microbatch
     return Teachers(
         teachers,
         strategy.mesh.data,
-        max_tokens=budget or config.train.max_tokens_per_microbatch,
+        max_tokens=config.train.most_logprob_tokens,
         batching=config.train.batching,
     )
 

@@ -138,12 +138,8 @@ def _load_judged(run: Run, load: Callable[..., PromptSet], **options: Any) -> Tr
     `load` is load_pairs(), or a function like it; it gets the `options` too.
     """
     config = run.config
-    train = config.train
     # A row must fit into micro-batches with a backward pass and without one.
-    longest = min(
-        train.max_tokens_per_microbatch,
-        train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch,
-    )
+    longest = min(config.train.max_tokens_per_microbatch, config.train.most_logprob_tokens)
     load = partial(
         load,
         config.data,

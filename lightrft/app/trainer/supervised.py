@@ -69,8 +69,7 @@ class SupervisedTrainer(Trainer):
 
     def evaluate(self) -> None:
         """Add the loss on the held-out rows, and the task's other metrics, as `eval/*`."""
-        train = self.config.train
-        max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
+        max_tokens = self.config.train.most_logprob_tokens
         term = self.task(self.eval_prompts, max_tokens=max_tokens)
         self.metrics.mean("eval/loss", self.role.measure(term, self.metrics))
 
