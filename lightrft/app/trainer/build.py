@@ -33,7 +33,7 @@ from lightrft.app.run.run import Run
 from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer import build_data, build_roles
 from lightrft.app.trainer.base import TrainingData
-from lightrft.app.trainer.evaluation import Evaluation
+from lightrft.app.trainer.evaluation import evaluate_sets
 from lightrft.app.trainer.held_out import HeldOut
 from lightrft.app.trainer.ppo import PPOTrainer, ReplayedStep
 from lightrft.app.trainer.tasks.sft import PtxLoss
@@ -519,7 +519,7 @@ def build_learners(
 # -- evaluation alone
 
 
-def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
+def evaluation(config: Config, strategy: StrategyBase) -> Callable[[], dict[str, float]]:
     """Load held-out prompts and reward models, and start an engine with the weights of `pretrain`.
 
     `pretrain` may also be a run's folder or a checkpoint.
@@ -541,4 +541,4 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     run = replace(run, config=replace(config, engine=engine))
     start_engine(run)
 
-    return Evaluation(original, strategy, sets, build_sampler(run))
+    return partial(evaluate_sets, original, strategy, sets, build_sampler(run))

@@ -82,7 +82,7 @@ def _generate(strategy: StrategyBase) -> None:
 
 
 def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
-    return _start(evaluation, config, strategy).run()
+    return _start(evaluation, config, strategy)()
 
 
 def _serve(build: str, config: Config, strategy: StrategyBase) -> None:
