@@ -86,23 +86,24 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     # data, and what reads it
     rewards = build_rewards(config, strategy)
     run = build_data.load_run(config, strategy, engine=True)
-    training_data = build_data.load_training_data(run, rewards=rewards)
-    rewards.check(training_data.prompts.examples)
+    prompts = build_data.load_rewarded(run, rewards)
+    steps = build_data.steps_of_epochs(config, prompts.draws_of_epoch, generates=True)
+    training_data = TrainingData(run.tokenizer, prompts, steps)
+    rewards.check(prompts.examples)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
-    for notice in unread_columns(config.algorithm, training_data.prompts[0].columns):
+    for notice in unread_columns(config.algorithm, prompts[0].columns):
         strategy.print(notice)
     scheduler_class(run)  # what does not fit is said before models load
     eval_sets = build_eval_sets(run, rewards)
     for held_out in eval_sets:
-        warn_of_learned_rows(training_data.prompts, held_out.prompts)
+        warn_of_learned_rows(prompts, held_out.prompts)
     config = build_data.with_token_ids(config, run.tokenizer)
     run = replace(run, config=config)
 
     # models and engine
     algorithm = config.algorithm
-    policy, critic, teacher = build_ppo_roles(run, training_data.total_steps)
-    updates = training_data.total_steps * updates_of_a_step(config)
-    draft = build_roles.build_draft(run, updates=updates)
+    policy, critic, teacher = build_ppo_roles(run, steps)
+    draft = build_roles.build_draft(run, updates=steps * updates_of_a_step(config))
     ptx_loss = build_ptx_loss(run, policy, teacher)
     if not config.rollout.replay_rollouts:
         rewards.models = build_roles.build_model_rewards(run)
@@ -160,9 +161,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     step_of_run: Callable[..., Step] = Step
     if replays:
         recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
-        read = partial(
-            recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
-        )
+        read = partial(recorded.read, prompts=prompts, never_sampled=policy.truncation.banned)
         step_of_run = partial(ReplayedStep, read=read)
     learning_step = step_of_run(
         strategy, rollout, make_experience, learners, measures=measures, trace=strategy.trace
@@ -531,7 +530,6 @@ def evaluation(config: Config, strategy: StrategyBase) -> Callable[[], dict[str,
         config = extra(WITH_EPISODES).with_tools(config, world)
     rewards = build_rewards(config, strategy)
     run = build_data.load_run(config, strategy, engine=True, trained=False)
-    build_data.check_tools(config, run.tokenizer)
     sets = build_eval_sets(run, rewards)
     if any(each.rewards is rewards for each in sets):
         rewards.models = build_roles.build_model_rewards(run)

@@ -24,6 +24,7 @@ from lightrft.app.trainer.tasks.reward_model import term_of_pairs
 from lightrft.app.trainer.tasks.sft import term_of_tokens
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import REFERENCE_FREE, Config
+from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.step_labels import load_steps
@@ -36,7 +37,8 @@ Learning = tuple[DistributedRole, Task, TrainingData]
 
 
 def _sft(run: Run) -> Learning:
-    data = build_data.load_training_data(run)
+    data = _load(run, partial(build_data.load_supervised, run))
+    warn_of_learned_rows(data.prompts, data.eval_prompts, run.tokenizer.decode)
     policy = _policy(run, data, reference=False)
     return policy, partial(term_of_tokens, run), data
 
@@ -150,8 +152,11 @@ def _load_judged(run: Run, load: Callable[..., PromptSet], **options: Any) -> Tr
         requirements=build_data.limits_of_media(config),
         **options,
     )
-    rows = load(source="prompt_data")
-    eval_rows = load(source="eval_data") if config.data.eval_data else PromptSet([])
-    steps = build_data.steps_of_epochs(config, rows.draws_of_epoch)
+    return _load(run, load)
 
-    return TrainingData(run.tokenizer, rows, eval_rows, steps)
+
+def _load(run: Run, load: Callable[..., PromptSet]) -> TrainingData:
+    rows = load(source="prompt_data")
+    eval_rows = load(source="eval_data") if run.config.data.eval_data else ()
+    steps = build_data.steps_of_epochs(run.config, rows.draws_of_epoch)
+    return TrainingData(run.tokenizer, rows, steps, eval_rows)
