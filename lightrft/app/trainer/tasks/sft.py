@@ -80,11 +80,10 @@ def supervised_share(
 ) -> tuple[Batch, Rows, Denominator]:
     """Return this rank's balanced share of all ranks' answers, the micro-batches, and the
     denominator of the learned tokens of all ranks."""
-    answers = [prompt.columns["label"] for prompt in prompts]
     batch, micro_batches, _ = local_batch(run, supervised_batch, prompts, max_tokens=max_tokens)
 
     # All ranks know all rows. The first token of a sequence is never learned.
-    answered = zip(prompts, answers, strict=True)
+    answered = [(prompt, prompt.columns["label"]) for prompt in prompts]
     learned = [sum(each.learned[0 if prompt.num_tokens else 1 :]) for prompt, each in answered]
     sequences = sum(count > 0 for count in learned)
     return batch, micro_batches, known_denominator(sum(learned), sequences, run.strategy.device)
