@@ -333,7 +333,7 @@ def start_engine(
     name = f"(--engine_type {config.engine.engine_type})"
     name += f" with {config.model.pretrain}" if actor is None else ""
     with log_duration(strategy, f"starting the engine {name}"):
-        strategy.setup_inference_engine(config, actor=actor, draft=draft)
+        strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor, draft=draft)
     strategy.engine.check_media(sections.media_columns(config.data))
 
 
