@@ -19,8 +19,7 @@ from lightrft.app.trainer.build_roles import build_policy, build_reward_model
 from lightrft.app.trainer.supervised import SupervisedTrainer, Task
 from lightrft.app.trainer.tasks.dpo import DPOTask
 from lightrft.app.trainer.tasks.kto import term_of_answers
-from lightrft.app.trainer.tasks.process_reward import term_of_steps
-from lightrft.app.trainer.tasks.reward_model import term_of_pairs
+from lightrft.app.trainer.tasks.reward_model import term_of_pairs, term_of_steps
 from lightrft.app.trainer.tasks.sft import term_of_tokens
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import REFERENCE_FREE, Config
