@@ -11,6 +11,8 @@ class ConfigError(ValueError):
     it.
     """
 
+    exit_code = USER_ERROR
+
 
 class DataError(ConfigError):
     """Raised for data that cannot be used; the message names the file and line."""

@@ -88,29 +88,18 @@ def _missing_run(config: Config, command: str) -> Iterator[str]:
 
 def _missing_packages(config: Config, command: str) -> Iterator[str]:
     run = RunFacts(config, command)
-    deepspeed = strategy_name(config.strategy) == "deepspeed"
     needs = [
-        ("load_in_4bit", "", run.load_in_4bit and ("bitsandbytes", "qlora")),
-        ("fp8_training", "", run.fp8_training and ("torchao", "fp8")),
-        ("lora_rank", run.lora_rank, run.lora_rank > 0 and ("peft", "lora")),
-        ("optimizer", run.optimizer, NEEDED_PACKAGES["optimizers"].get(run.optimizer)),
-        ("strategy", "deepspeed", deepspeed and ("deepspeed", "deepspeed")),
-        ("agent", run.agent, run.agent and ("openai", "agents")),
-        ("teacher_url", run.teacher_url, run.teacher_url and ("httpx", "http")),
+        (flag, "" if run[flag] is True else run[flag], run[flag] and package)
+        for flag, package in NEEDED_PACKAGES["flags"].items()
     ]
-    engine = run.engine_type
-    needs += [("engine_type", engine, engine in ("vllm", "sglang") and (engine, engine))]
-    for name in run.trackers:
-        needs += [
-            ("report_to", name, name in references.TRACKERS and (name, name.removesuffix("_ml")))
-        ]
+    named = [("strategy", strategy_name(config.strategy)), ("engine_type", run.engine_type)]
+    named += [("optimizer", run.optimizer)]
+    named += [("report_to", name) for name in run.trackers]
+    needs += [(flag, name, NEEDED_PACKAGES["names"].get(name)) for flag, name in named]
     for name in run.rewards:
-        asks = name.startswith(references.SERVER) or (
-            name == references.JUDGE and run.judge_url != references.ENGINE
-        )
-        needs += [
-            ("reward", name, ("httpx", "http") if asks else NEEDED_PACKAGES["rewards"].get(name))
-        ]
+        address = run.judge_url if name == references.JUDGE else name
+        package = NEEDED_PACKAGES["rewards"].get(address.partition("://")[0])
+        needs += [("reward", name, package)]
     named = [("environment", run.environment), *(("tools", name) for name in run.tools)]
     named += [("prompt_data", each.name) for each in references.data_sources(run.prompt_data)]
     for flag, name in named:

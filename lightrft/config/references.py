@@ -2,6 +2,7 @@
 and data sets.
 """
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -187,6 +188,23 @@ class DataSource:
     """A file, folder, hub name with or without a subset, task, module:object or file.py:object."""
     weight: float | None = None
     """Probability, up to a common factor."""
+
+
+def task_options(reference: str, prefix: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Return the name and the options of `PREFIX:NAME?option=value&option=value`.
+
+    Values are JSON, or else text.
+    """
+    name, _, query = reference.removeprefix(prefix).partition("?")
+    written = (option.partition("=") for option in query.split("&") if option)
+    return name, [(key, _json_or_text(value)) for key, _, value in written]
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def data_sources(text: str) -> list[DataSource]:

@@ -5,7 +5,7 @@ Each field is one command-line flag and one key of a YAML file. The docstring un
 --help text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.util import find_spec
@@ -1146,6 +1146,11 @@ class TrainSection(Section, commands=TRAINING):
     eval_steps: int = option(-1, needs="--eval_data or --eval_generate")
     """Number of steps between evaluations, with one more at the end; -1: only at the end."""
 
+    @property
+    def most_logprob_tokens(self) -> int:
+        """Return the largest number of tokens in a forward pass without gradients on one rank."""
+        return self.max_tokens_per_logprob_microbatch or self.max_tokens_per_microbatch
+
 
 @dataclass
 class ObserveSection(Section, commands=TRAINING):
@@ -1305,6 +1310,11 @@ class Config:
     def written(self) -> set[str]:
         """Return the names of the fields that the user set; a recipe fills the others."""
         return set().union(*(getattr(self, name).written for name in SECTIONS))
+
+    def values_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the values of fields by flat names."""
+        owners = section_of_field()
+        return {name: getattr(getattr(self, owners[name]), name) for name in names}
 
     def expand(self, recipe: Mapping[str, Any]) -> None:
         """Set the fields of a recipe, except those that the user wrote."""

@@ -199,7 +199,9 @@ class RewardFunction:
             returned = self.function(samples, **columns)
             return self._finish([returned])[0] if inspect.isawaitable(returned) else returned
 
-        arguments = self._accepted(self.convention.arguments(samples, columns, self.chat))
+        arguments = self.convention.arguments(samples, columns, self.chat)
+        if self.accepted is not None:  # not every function has **kwargs
+            arguments = {name: arguments[name] for name in arguments.keys() & self.accepted}
         if self.convention.single:
             calls = [
                 {name: values[row] for name, values in arguments.items()}
@@ -296,12 +298,6 @@ class RewardFunction:
             return {}, f"the function needs the column {missing}: {shown}"
         absent = sorted(self.needed - set(columns))
         return columns, f"the function needs {', '.join(absent)}: {shown}" if absent else ""
-
-    def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that the function accepts: not every one has **kwargs."""
-        if self.accepted is None:
-            return arguments
-        return {name: value for name, value in arguments.items() if name in self.accepted}
 
     def _finish(self, returned: list[Any]) -> list[Any]:
         """Return the results of calls; coroutines are awaited together."""

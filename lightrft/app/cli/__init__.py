@@ -147,14 +147,10 @@ def _run(command: str, config: Config) -> int:
         if config.train.dry_run:
             return extra("--dry_run").dry_run(config, command)
         run(command, config)
-    except ConfigError as error:
+    except (ConfigError, Interrupted) as error:
         _log_once(str(error))
         tell_launcher(str(error))
-        return USER_ERROR
-    except Interrupted as interrupted:
-        _log_once(str(interrupted))
-        tell_launcher(str(interrupted))
-        return interrupted.exit_code
+        return error.exit_code
     except Exception:
         tell_launcher(traceback.format_exc())
         raise

@@ -14,7 +14,7 @@ from loguru import logger
 from lightrft.app.observe.text import short
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import data_sources
-from lightrft.config.sections import Config, fields_read, section_of_field
+from lightrft.config.sections import Config, fields_read
 from lightrft.config.tables import table
 
 METHODS: dict[str, str] = table("commands")["methods"]
@@ -138,11 +138,8 @@ def _public(name: str) -> str:
 
 
 def _settings(config: Config) -> dict[str, str]:
-    owners = section_of_field()
     read = fields_read(config.command)
-    values = {
-        name: getattr(getattr(config, owners[name]), name) for name in CARD_SETTINGS if name in read
-    }
+    values = config.values_of(name for name in CARD_SETTINGS if name in read)
     shown = {
         name: _public(str(value)) if name in ("pretrain", "prompt_data") else str(value)
         for name, value in values.items()

@@ -6,6 +6,7 @@ It handles metrics, evaluation, checkpoints, resuming, interruption, and the fin
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
 from functools import cached_property, partial
@@ -36,6 +37,7 @@ from lightrft.app.run.run_folder import RunFolder, checkpoints_of, copy_records
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.core.metrics import Metrics, Trace
+from lightrft.core.samples import Prompt
 from lightrft.core.step import StepRecord
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.rendering.template import turn_end_ids
@@ -54,10 +56,10 @@ class TrainingData:
 
     tokenizer: Tokenizer
     prompts: PromptSet
-    eval_prompts: PromptSet
-    """Held-out prompts with the answers to learn. Empty without --eval_data, and in runs that
-    generate responses."""
     total_steps: int
+    eval_prompts: Sequence[Prompt] = ()
+    """Held-out prompts with the answers to learn. Empty without --eval_data, and in runs that
+    generate responses: these load held-out sets elsewhere, each with its own rewards."""
 
 
 CLIENT_STATE: Kinds = {"step": int, "run": str, "identity": dict}

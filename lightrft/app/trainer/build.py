@@ -33,7 +33,7 @@ from lightrft.app.run.run import Run
 from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer import build_data, build_roles
 from lightrft.app.trainer.base import TrainingData
-from lightrft.app.trainer.evaluation import Evaluation
+from lightrft.app.trainer.evaluation import evaluate_sets
 from lightrft.app.trainer.held_out import HeldOut
 from lightrft.app.trainer.ppo import PPOTrainer, ReplayedStep
 from lightrft.app.trainer.tasks.sft import PtxLoss
@@ -86,23 +86,24 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     # data, and what reads it
     rewards = build_rewards(config, strategy)
     run = build_data.load_run(config, strategy, engine=True)
-    training_data = build_data.load_training_data(run, rewards=rewards)
-    rewards.check(training_data.prompts.examples)
+    prompts = build_data.load_rewarded(run, rewards)
+    steps = build_data.steps_of_epochs(config, prompts.draws_of_epoch, generates=True)
+    training_data = TrainingData(run.tokenizer, prompts, steps)
+    rewards.check(prompts.examples)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
-    for notice in unread_columns(config.algorithm, training_data.prompts[0].columns):
+    for notice in unread_columns(config.algorithm, prompts[0].columns):
         strategy.print(notice)
     scheduler_class(run)  # what does not fit is said before models load
     eval_sets = build_eval_sets(run, rewards)
     for held_out in eval_sets:
-        warn_of_learned_rows(training_data.prompts, held_out.prompts)
+        warn_of_learned_rows(prompts, held_out.prompts)
     config = build_data.with_token_ids(config, run.tokenizer)
     run = replace(run, config=config)
 
     # models and engine
     algorithm = config.algorithm
-    policy, critic, teacher = build_ppo_roles(run, training_data.total_steps)
-    updates = training_data.total_steps * updates_of_a_step(config)
-    draft = build_roles.build_draft(run, updates=updates)
+    policy, critic, teacher = build_ppo_roles(run, steps)
+    draft = build_roles.build_draft(run, updates=steps * updates_of_a_step(config))
     ptx_loss = build_ptx_loss(run, policy, teacher)
     if not config.rollout.replay_rollouts:
         rewards.models = build_roles.build_model_rewards(run)
@@ -160,9 +161,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     step_of_run: Callable[..., Step] = Step
     if replays:
         recorded = RecordedSamples(config.rollout.replay_rollouts, strategy.mesh)
-        read = partial(
-            recorded.read, prompts=training_data.prompts, never_sampled=policy.truncation.banned
-        )
+        read = partial(recorded.read, prompts=prompts, never_sampled=policy.truncation.banned)
         step_of_run = partial(ReplayedStep, read=read)
     learning_step = step_of_run(
         strategy, rollout, make_experience, learners, measures=measures, trace=strategy.trace
@@ -176,7 +175,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         run_folder=run_folder,
         learning_step=learning_step,
         sampler=sampler,
-        evaluation=Evaluation(original, strategy, eval_sets, sampler),
+        eval_sets=eval_sets,
         items=items,
         ends=watch and watch.ends_run,
     )
@@ -334,7 +333,7 @@ def start_engine(
     name = f"(--engine_type {config.engine.engine_type})"
     name += f" with {config.model.pretrain}" if actor is None else ""
     with log_duration(strategy, f"starting the engine {name}"):
-        strategy.setup_inference_engine(config, actor=actor, draft=draft)
+        strategy.setup_inference_engine(config, config.engine.engine_type, actor=actor, draft=draft)
     strategy.engine.check_media(sections.media_columns(config.data))
 
 
@@ -519,22 +518,25 @@ def build_learners(
 # -- evaluation alone
 
 
-def evaluation(
+def evaluation(config: Config, strategy: StrategyBase) -> Callable[[], dict[str, float]]:
+    """Build a run of `lightrft evaluate`."""
+    return partial(evaluate_sets, config, strategy, *held_out_sets(config, strategy))
+
+
+def held_out_sets(
     config: Config, strategy: StrategyBase, actor: nn.Module | None = None
-) -> Evaluation:
+) -> tuple[list[HeldOut], RunSampler]:
     """Load held-out prompts and reward models, and start an engine with the weights of `pretrain`.
 
     `pretrain` may also be a run's folder or a checkpoint. With an `actor`, which learns, the engine
     gets its weights, and sleeps.
     """
     world = strategy.mesh.world
-    original = config
     config = with_merged_pretrain(with_model_of_run(config, world), world)
     if sections.has_episodes(config.environment):
         config = extra(WITH_EPISODES).with_tools(config, world)
     rewards = build_rewards(config, strategy)
     run = build_data.load_run(config, strategy, engine=True, trained=False)
-    build_data.check_tools(config, run.tokenizer)
     sets = build_eval_sets(run, rewards)
     if any(each.rewards is rewards for each in sets):
         rewards.models = build_roles.build_model_rewards(run)
@@ -546,4 +548,4 @@ def evaluation(
     run = replace(run, config=replace(config, engine=engine))
     start_engine(run, actor=actor)
 
-    return Evaluation(original, strategy, sets, build_sampler(run))
+    return sets, build_sampler(run)

@@ -13,14 +13,12 @@ from lightrft.algorithms.rollout.media_expansion import Expander
 from lightrft.algorithms.rollout.teacher_columns import TeacherColumns
 from lightrft.algorithms.stages.compare import columns_of_data
 from lightrft.app.run.run import Run
-from lightrft.app.trainer.base import TrainingData
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import teacher_terms
 from lightrft.config.sections import Config, has_episodes, media_columns
 from lightrft.core.groups import number_problem
 from lightrft.core.samples import Answer, Prompt
 from lightrft.data.conversations import load_examples
-from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.loader import check_batch
 from lightrft.data.media_files import AUDIOS, IMAGES, VIDEOS
 from lightrft.data.preferences import load_answers, load_pairs
@@ -49,28 +47,11 @@ def load_run(
     A model that is `trained` is known to learn from the media. For `engine`, see load_expander().
     """
     tokenizer = load_tokenizer(config.model)
+    check_tools(config, tokenizer)
     expand = load_expander(config, tokenizer, engine=engine)
     if trained and expand is not None:
         expand.check_family()
     return Run(config, strategy, tokenizer, expand)
-
-
-def load_training_data(run: Run, *, rewards: RewardRunner | None = None) -> TrainingData:
-    """Load the training data of a run.
-
-    With `rewards`, prompts come with the columns that the rewards need. Without, they come with
-    answers to learn, and so do the held-out ones.
-    """
-    check_tools(run.config, run.tokenizer)
-    load = partial(load_rewarded, run, rewards) if rewards else partial(load_supervised, run)
-    # Runs that generate responses load held-out sets elsewhere, each with its own rewards.
-    held_out = run.config.data.eval_data and rewards is None
-    prompts = load()
-    eval_prompts = load(source="eval_data") if held_out else PromptSet([])
-    warn_of_learned_rows(prompts, eval_prompts, run.tokenizer.decode)
-
-    steps = steps_of_epochs(run.config, prompts.draws_of_epoch, generates=rewards is not None)
-    return TrainingData(run.tokenizer, prompts, eval_prompts, steps)
 
 
 def load_expander(config: Config, tokenizer: Tokenizer, *, engine: bool) -> Expander | None:
@@ -131,10 +112,8 @@ def teacher_columns(config: Config, tokenizer: Tokenizer) -> TeacherColumns | No
     """Return what reads the columns about teachers; None if there are none."""
     if config.data.teacher_key is None and config.data.teacher_prompt_key is None:
         return None
-    train = config.train
-    budget = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
     labels = [label for label, _ in teacher_terms(config.model.teacher_pretrain)]
-    longest = budget - config.rollout.generate_max_len
+    longest = config.train.most_logprob_tokens - config.rollout.generate_max_len
     return TeacherColumns(config.data, tokenizer, labels, longest=longest)
 
 
@@ -152,7 +131,7 @@ def _most(config: Config) -> dict[str, int]:
     }
 
 
-def load_supervised(run: Run, *, source: str = "prompt_data") -> PromptSet:
+def load_supervised(run: Run, *, source: str) -> PromptSet:
     return load_examples(
         run.config.data,
         run.tokenizer,

@@ -72,9 +72,10 @@ def build_policy(
     # With adapters a reference that stays is the actor without them, so it takes no memory.
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None and follower is None:
+        with strategy.init_model_context():
+            frozen = _with_blank(run, Actor(load_model(config.model)).requires_grad_(False))
         # Else the first KL divergence would not be 0.
-        frozen = _computing_like_actor(run, _empty_actor(run).requires_grad_(False))
-        frozen = strategy.prepare(frozen)
+        frozen = strategy.prepare(_computing_like_actor(run, frozen))
 
     average = _follower(run, actor) if config.train.enable_ema else None
     algorithm = config.algorithm
@@ -206,11 +207,10 @@ def build_teacher(run: Run, policy: Policy) -> Teacher:
     if config.data.teacher_key is None and config.data.teacher_prompt_key is None:
         return teachers[0]
 
-    budget = config.train.max_tokens_per_logprob_microbatch
     return Teachers(
         teachers,
         strategy.mesh.data,
-        max_tokens=budget or config.train.max_tokens_per_microbatch,
+        max_tokens=config.train.most_logprob_tokens,
         batching=config.train.batching,
     )
 

@@ -17,17 +17,18 @@ from lightrft.app.run.run import Run
 from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer import build_data
 from lightrft.app.trainer.base import TrainingData
-from lightrft.app.trainer.build import evaluation
+from lightrft.app.trainer.build import held_out_sets
 from lightrft.app.trainer.build_roles import build_policy, build_reward_model
+from lightrft.app.trainer.held_out import measure_sets
 from lightrft.app.trainer.supervised import SupervisedTrainer, Task
 from lightrft.app.trainer.tasks.dpo import DPOTask
 from lightrft.app.trainer.tasks.kto import term_of_answers
-from lightrft.app.trainer.tasks.process_reward import term_of_steps
-from lightrft.app.trainer.tasks.reward_model import term_of_pairs
+from lightrft.app.trainer.tasks.reward_model import term_of_pairs, term_of_steps
 from lightrft.app.trainer.tasks.sft import term_of_tokens
 from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import REFERENCE_FREE, Config
+from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.step_labels import load_steps
@@ -45,7 +46,8 @@ Learning = tuple[DistributedRole, Task, TrainingData]
 
 
 def _sft(run: Run) -> Learning:
-    data = build_data.load_training_data(run)
+    data = _load(run, partial(build_data.load_supervised, run))
+    warn_of_learned_rows(data.prompts, data.eval_prompts, run.tokenizer.decode)
     policy = _policy(run, data, reference=False)
     return policy, partial(term_of_tokens, run), data
 
@@ -120,6 +122,10 @@ def supervised_trainer(command: str, config: Config, strategy: StrategyBase) -> 
     merged = with_merged_pretrain(config, strategy.mesh.world)
     generated = generated_evaluation(merged)
     role, task, training_data = SUPERVISED_TASKS[command](build_data.load_run(merged, strategy))
+    answer = None
+    if generated is not None:
+        sets, sampler = held_out_sets(generated, strategy, role.module)
+        answer = partial(measure_sets, strategy, config.train.seed, sets, sampler)
 
     return SupervisedTrainer(
         config,
@@ -127,7 +133,7 @@ def supervised_trainer(command: str, config: Config, strategy: StrategyBase) -> 
         {"actor" if isinstance(role, Policy) else "reward_model": role},
         training_data,
         task=task,
-        evaluation=generated and evaluation(generated, strategy, role.module),
+        answer=answer,
         observer=observe(config, strategy),
         run_folder=run_folder,
     )
@@ -174,12 +180,8 @@ def _load_judged(run: Run, load: Callable[..., PromptSet], **options: Any) -> Tr
     `load` is load_pairs(), or a function like it; it gets the `options` too.
     """
     config = run.config
-    train = config.train
     # A row must fit into micro-batches with a backward pass and without one.
-    longest = min(
-        train.max_tokens_per_microbatch,
-        train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch,
-    )
+    longest = min(config.train.max_tokens_per_microbatch, config.train.most_logprob_tokens)
     load = partial(
         load,
         config.data,
@@ -190,8 +192,11 @@ def _load_judged(run: Run, load: Callable[..., PromptSet], **options: Any) -> Tr
         requirements=build_data.limits_of_media(config),
         **options,
     )
-    rows = load(source="prompt_data")
-    eval_rows = load(source="eval_data") if config.data.eval_data else PromptSet([])
-    steps = build_data.steps_of_epochs(config, rows.draws_of_epoch)
+    return _load(run, load)
 
-    return TrainingData(run.tokenizer, rows, eval_rows, steps)
+
+def _load(run: Run, load: Callable[..., PromptSet]) -> TrainingData:
+    rows = load(source="prompt_data")
+    eval_rows = load(source="eval_data") if run.config.data.eval_data else ()
+    steps = build_data.steps_of_epochs(run.config, rows.draws_of_epoch)
+    return TrainingData(run.tokenizer, rows, steps, eval_rows)

@@ -12,7 +12,6 @@ from loguru import logger
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.algorithms.rollout.scores import Estimate
@@ -32,96 +31,71 @@ AT_ONCE = 64
 WITHOUT_INTERVAL = ("response_length",)
 
 
-class Evaluation:
-    """Scores responses to the prompts of --eval_data: a greedy one and --eval_n_samples others."""
+def evaluate_sets(
+    config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: RunSampler
+) -> dict[str, float]:
+    """Score responses to the prompts of --eval_data: a greedy one and --eval_n_samples others.
 
-    def __init__(
-        self, config: Config, strategy: StrategyBase, sets: list[HeldOut], sampler: RunSampler
-    ):
-        self.config = config
-        self.strategy = strategy
-        self.sets = sets
-        self.sampler = sampler
-        self.folder = Path(config.train.save_path)
+    Return the numbers; rank 0 also prints them and writes save_path/evaluation.json. Rank 0 writes
+    all responses to save_path/responses.jsonl, in the order of the data.
+    """
+    strategy.announce("evaluate")
 
-    def run(self) -> dict[str, float]:
-        """Return the numbers; rank 0 also prints them and writes save_path/evaluation.json.
+    # All sets are answered while the engine is awake; reward models may need the device after.
+    with strategy.engine_awake():
+        answered = answer_all(sets, sampler, config.train.seed, "evaluation")
 
-        Rank 0 writes all responses to save_path/responses.jsonl, in the order of the data.
-        """
-        strategy = self.strategy
-        strategy.announce("evaluate")
+    data = strategy.mesh.data
+    metrics = Metrics()
+    of_sets = zip(sets, answered, strict=True)
+    estimates = [evaluate(held_out, groups, metrics, data) for held_out, groups in of_sets]
+    result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(data).items()}
+    result |= _bounds(sets, estimates)
+    numbers = Path(config.train.save_path) / "evaluation.json"
+    responses = numbers.with_name("responses.jsonl")
+    _write_responses(responses, strategy, sets, answered)
 
-        # All sets are answered while the engine is awake; reward models may need the device after.
-        with strategy.engine_awake():
-            answered = answer_all(self.sets, self.sampler, self.config.train.seed, "evaluation")
+    if strategy.is_rank_0():
+        numbers.write_text(json.dumps(result, indent=2) + "\n")
+        Console(width=None if sys.stdout.isatty() else 130).print(
+            table(config.model.pretrain, sets, estimates)
+        )
+        logger.info(f"numbers: {numbers}, responses: {responses}")
 
-        data = strategy.mesh.data
-        metrics = Metrics()
-        of_sets = zip(self.sets, answered, strict=True)
-        estimates = [evaluate(held_out, groups, metrics, data) for held_out, groups in of_sets]
-        result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(data).items()}
-        result |= self._bounds(estimates)
-        self._write_responses(answered)
+    return result
 
-        if strategy.is_rank_0():
-            (self.folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
-            Console(width=None if sys.stdout.isatty() else 130).print(
-                table(self.config.model.pretrain, self.sets, estimates)
-            )
-            logger.info(
-                f"numbers: {self.folder / 'evaluation.json'}, responses:"
-                f" {self.folder / 'responses.jsonl'}"
-            )
 
-        return result
+def _bounds(sets: list[HeldOut], estimates: list[dict[str, Estimate]]) -> dict[str, float]:
+    """Return the ends of the confidence intervals by name, as accuracy_low and _high."""
+    return {
+        f"{held_out.prefix}{name}_{end}": getattr(value, end)
+        for held_out, values in zip(sets, estimates, strict=True)
+        for name, value in values.items()
+        if has_interval(name, value)
+        for end in ("low", "high")
+    }
 
-    def measure(self, actor: nn.Module, step: int, metrics: Metrics) -> None:
-        """Add `eval/*` metrics of a model that learns, after a step. All ranks call it.
 
-        The engine's weights keep their version: versions count steps, and the next step streams
-        these same weights under the same version.
-        """
-        strategy = self.strategy
-        version = strategy.weight_version
-        with strategy.engine_awake(actor):
-            seed = self.config.train.seed
-            answered = answer_all(self.sets, self.sampler, seed, "evaluation", step)
+def _write_responses(
+    path: Path, strategy: StrategyBase, sets: list[HeldOut], answered: list[list[Group]]
+) -> None:
+    """Write every response to a file that appears when it is complete. All ranks call it."""
+    unfinished = path.with_suffix(".part")
+    file: IO[bytes] | None = None
 
-        strategy.engine_lags(version)
-        # Scoring comes after generation, because reward models may need the device.
-        for held_out, groups in zip(self.sets, answered, strict=True):
-            evaluate(held_out, groups, metrics, strategy.mesh.data)
+    if strategy.is_rank_0():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = unfinished.open("wb")
 
-    def _bounds(self, estimates: list[dict[str, Estimate]]) -> dict[str, float]:
-        """Return the ends of the confidence intervals by name, as accuracy_low and _high."""
-        return {
-            f"{held_out.prefix}{name}_{end}": getattr(value, end)
-            for held_out, values in zip(self.sets, estimates, strict=True)
-            for name, value in values.items()
-            if has_interval(name, value)
-            for end in ("low", "high")
-        }
+    for held_out, groups in zip(sets, answered, strict=True):
+        for received in to_first_rank(groups, len(held_out.prompts), strategy.mesh.data):
+            rows = chain.from_iterable(response_rows(held_out.name, each) for each in received)
+            if file is not None:
+                file.write(b"".join(map(encode_row, rows)))
 
-    def _write_responses(self, answered: list[list[Group]]) -> None:
-        """Write every response to a file that appears when it is complete. All ranks call it."""
-        path = self.folder / "responses.jsonl"
-        unfinished = path.with_suffix(".part")
-        file: IO[bytes] | None = None
-
-        if self.strategy.is_rank_0():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = unfinished.open("wb")
-
-        for held_out, groups in zip(self.sets, answered, strict=True):
-            for received in to_first_rank(groups, len(held_out.prompts), self.strategy.mesh.data):
-                rows = chain.from_iterable(response_rows(held_out.name, each) for each in received)
-                if file is not None:
-                    file.write(b"".join(map(encode_row, rows)))
-
-        if file is not None:
-            file.close()
-            unfinished.replace(path)
+    if file is not None:
+        file.close()
+        unfinished.replace(path)
 
 
 def to_first_rank(groups: list[Group], count: int, data: Axis) -> Iterator[list[Group]]:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.algorithms.rollout.scores import Estimate, PromptScores, estimates
 from lightrft.core.engine import derived_seed
@@ -11,6 +13,7 @@ from lightrft.core.metrics import Metrics
 from lightrft.core.samples import Prompt
 from lightrft.models.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
+from lightrft.strategy.strategy import StrategyBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,30 @@ def answer_all(
     for held_out, groups in zip(sets, answered, strict=True):
         held_out.rewards.ask_judge([sample for group in groups for sample in group.responses])
     return answered
+
+
+def measure_sets(
+    strategy: StrategyBase,
+    seed: int,
+    sets: Sequence[HeldOut],
+    sampler: RunSampler,
+    actor: nn.Module,
+    step: int,
+    metrics: Metrics,
+) -> None:
+    """Add `eval/*` metrics of a model that learns, after a step. All ranks call it.
+
+    The engine's weights keep their version: versions count steps, and the next step streams these
+    same weights under the same version.
+    """
+    version = strategy.weight_version
+    with strategy.engine_awake(actor):
+        answered = answer_all(sets, sampler, seed, "evaluation", step)
+
+    strategy.engine_lags(version)
+    # Scoring comes after generation, because reward models may need the device.
+    for held_out, groups in zip(sets, answered, strict=True):
+        evaluate(held_out, groups, metrics, strategy.mesh.data)
 
 
 def evaluate(

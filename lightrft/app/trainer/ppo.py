@@ -1,7 +1,7 @@
 """PPO, GRPO and the like: generate samples, score them, estimate advantages, update."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 
@@ -11,7 +11,7 @@ from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.app.observe.sinks import sample_rows
 from lightrft.app.run.interruption import Interrupted
 from lightrft.app.trainer.base import Trainer, TrainingData
-from lightrft.app.trainer.evaluation import Evaluation
+from lightrft.app.trainer.held_out import HeldOut, measure_sets
 from lightrft.config.sections import moves_reference
 from lightrft.core.batch import TrainingPlan
 from lightrft.core.groups import measure_samples
@@ -42,8 +42,7 @@ class PPOTrainer(Trainer):
     learning_step: Step
     """Generates and learns. The trainer adds what a run needs around learning."""
     sampler: RunSampler
-    evaluation: Evaluation
-    """What answers and scores --eval_data."""
+    eval_sets: Sequence[HeldOut] = ()
     ends: Callable[[], bool] | None = None
     """Returns True if the step just done is the last one, on all ranks."""
 
@@ -127,4 +126,8 @@ class PPOTrainer(Trainer):
         return f"{where}, {done:,} of {len(responses):,} responses{rank}, {speed}"
 
     def evaluate(self) -> None:
-        self.evaluation.measure(self.policy.actor, self.done, self.metrics)
+        seed = self.config.train.seed
+        actor = self.policy.actor
+        measure_sets(
+            self.strategy, seed, self.eval_sets, self.sampler, actor, self.done, self.metrics
+        )

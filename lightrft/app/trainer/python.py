@@ -21,7 +21,7 @@ from lightrft.config.command_line import load
 from lightrft.config.errors import ConfigError
 from lightrft.config.extras import extra, installed
 from lightrft.config.paths import check_paths
-from lightrft.config.sections import Config, fields_read, section_of_field
+from lightrft.config.sections import Config, fields_read
 
 ConfigOrFile = Config | str | Path | None
 Model = str | Path | PreTrainedModel
@@ -63,11 +63,9 @@ class TrainedRun:
                 " as eval/*"
             )
 
-        owners = section_of_field()
         read = fields_read("evaluate")
         # Only values that the user wrote are handed on; evaluation has defaults of its own.
-        written = self.config.written & read
-        of_run = {name: getattr(getattr(self.config, owners[name]), name) for name in written}
+        of_run = self.config.values_of(self.config.written & read)
         where = {"pretrain": str(self.model_path), "save_path": str(self.folder / "evaluation")}
         base = _configuration(config, of_run | where)
 

@@ -16,7 +16,7 @@ from lightrft.app.run.prepare import prepare_config, quiet_libraries
 from lightrft.app.trainer.base import Trainer
 from lightrft.app.trainer.build import evaluation, ppo_trainer
 from lightrft.app.trainer.build_supervised import SUPERVISED_TASKS, supervised_trainer
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import USER_ERROR, ConfigError
 from lightrft.config.extras import extra
 from lightrft.config.sections import Config
 from lightrft.models.launch.heartbeat import exit_process, position
@@ -29,8 +29,6 @@ from lightrft.strategy.strategy import StrategyBase
 T = TypeVar("T")
 NOTICE_SECONDS = 120.0
 """Seconds between two messages about a start that takes long."""
-USER_ERROR = 2
-"""Exit code of the other ranks after an error that the user can correct."""
 
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG)
 """Errors of the operating system of which one line says all."""
@@ -56,8 +54,11 @@ def run(command: str, config: Config) -> Any:
         if isinstance(error, CheckpointError) or getattr(error, "errno", None) in OF_THE_DISK:
             logger.opt(exception=error).debug("while writing the run's files")
             error = ConfigError(str(error))
-        # The other ranks may wait in a collective for this one, so they end first.
-        _end_all(strategy, error)
+        # The other ranks may wait in a collective for this one, so they end first. An interruption
+        # ends all ranks by itself.
+        of_the_user = isinstance(error, ConfigError)
+        if not isinstance(error, Interrupted):
+            strategy.fail(error, code=USER_ERROR if of_the_user else 1, brief=of_the_user)
         raise error
     finally:
         strategy.close()
@@ -81,7 +82,7 @@ def _generate(strategy: StrategyBase) -> None:
 
 
 def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
-    return _start(evaluation, config, strategy).run()
+    return _start(evaluation, config, strategy)()
 
 
 def _serve(build: str, config: Config, strategy: StrategyBase) -> None:
@@ -96,16 +97,6 @@ WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
     "serve_reward": partial(_serve, "reward_server"),
     "tinker": partial(_serve, "tinker_server"),
 }
-
-
-def _end_all(strategy: StrategyBase, error: Exception) -> None:
-    """End the other ranks before anything is closed, because they may wait for this one.
-
-    An interruption ends all ranks by itself.
-    """
-    of_the_user = isinstance(error, ConfigError)
-    if not isinstance(error, Interrupted):
-        strategy.fail(error, code=USER_ERROR if of_the_user else 1, brief=of_the_user)
 
 
 def _as_config_error(step: Callable[..., T], *arguments: object) -> T:

@@ -1,11 +1,13 @@
 """Train on given examples: each step takes rows of the data, and a task makes a loss of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import nn
+
 from lightrft.app.trainer.base import Trainer, TrainingData
-from lightrft.app.trainer.evaluation import Evaluation
+from lightrft.core.metrics import Metrics
 from lightrft.core.role import LossTerm
 from lightrft.core.samples import Answer, Prompt
 from lightrft.core.step import StepRecord
@@ -32,8 +34,8 @@ class SupervisedTrainer(Trainer):
     """Takes one optimizer step over `train_batch_size` rows in each step."""
 
     task: Task
-    evaluation: Evaluation | None = None
-    """What answers and scores the prompts of --eval_generate."""
+    answer: Callable[[nn.Module, int, Metrics], None] | None = None
+    """Answers and scores the prompts of --eval_generate after a step."""
 
     def __post_init__(self, training_data: TrainingData) -> None:
         super().__post_init__(training_data)
@@ -75,13 +77,11 @@ class SupervisedTrainer(Trainer):
 
         So are the numbers of the responses to the prompts of --eval_generate.
         """
-        train = self.config.train
         if self.config.data.eval_data:
-            max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
-            term = self.task(self.eval_prompts, max_tokens=max_tokens)
+            term = self.task(self.eval_prompts, max_tokens=self.config.train.most_logprob_tokens)
             self.metrics.mean("eval/loss", self.role.measure(term, self.metrics))
-        if self.evaluation is not None:
-            self.evaluation.measure(self.role.module, self.done, self.metrics)
+        if self.answer is not None:
+            self.answer(self.role.module, self.done, self.metrics)
 
     def enough(self) -> bool:
         stop = self.config.train.stop_loss

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from lightrft.config.errors import DataError
-from lightrft.config.references import REASONING_GYM
+from lightrft.config.references import REASONING_GYM, task_options
 from lightrft.data.columns.values import DataRow
 
 SIZE = 500
@@ -44,10 +44,8 @@ class ReasoningTask:
         Without `seed`, the seed is derived from the split. Raise DataError for a size or a seed
         that is not a number.
         """
-        name, _, query = reference.removeprefix(REASONING_GYM).partition("?")
-        written = (option.partition("=") for option in query.split("&") if option)
-        options = {key: _value(text) for key, _, text in written}
-
+        name, written = task_options(reference, REASONING_GYM)
+        options = dict(written)
         size = options.pop("size", SIZE)
         seed = options.pop("seed", zlib.crc32(split.encode()))
         for key, value, least in (("size", size, 1), ("seed", seed, 0)):
@@ -62,13 +60,6 @@ class ReasoningTask:
         """Return True if both have a row in common because of the seeds."""
         near = self.seed < other.seed + other.size and other.seed < self.seed + self.size
         return near and (self.name, self.options) == (other.name, other.options)
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def task_rows(reference: str, split: str, flag: str) -> Iterator[DataRow]:

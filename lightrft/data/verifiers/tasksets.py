@@ -5,7 +5,6 @@ of the environment's own configuration by name: `taskset.*`, and `<role>.*` of a
 as `agent.harness.id`. The options `select.*` choose the tasks.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from verifiers.v1.utils.loaders import (
 )
 
 from lightrft.config.errors import DataError
-from lightrft.config.references import VERIFIERS
+from lightrft.config.references import VERIFIERS, task_options
 from lightrft.data.columns.values import DataRow
 from lightrft.registry import all_kept_alive, kept_alive
 
@@ -34,14 +33,14 @@ def parse(reference: str) -> tuple[EnvConfig, dict[str, Any]]:
     ValueError or ModuleNotFoundError if there is no such environment, if it has no such option, or
     if an agent would run what the model writes on this machine without an option that says so.
     """
-    name, _, query = reference.removeprefix(VERIFIERS).partition("?")
+    name, written = task_options(reference, VERIFIERS)
     options: dict[str, Any] = {"taskset": {"id": name}, "select": {}}
-    for path, _, text in (option.partition("=") for option in query.split("&") if option):
+    for path, value in written:
         *folders, last = path.split(".")
         target = options
         for folder in folders:
             target = target.setdefault(folder, {})
-        target[last] = _value(text)
+        target[last] = "null" if value is None else value  # null is the name of a harness
 
     select = options.pop("select")
     every = agent_config_fields(env_config_type(name, options.get("id", ""))())
@@ -61,14 +60,6 @@ def parse(reference: str) -> tuple[EnvConfig, dict[str, Any]]:
             )
 
     return config, select
-
-
-def _value(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return text
-    return text if value is None else value  # null is the name of a harness
 
 
 def task_rows(reference: str, flag: str) -> Iterator[DataRow]:

@@ -152,12 +152,12 @@ class TinkerWorker:
     ) -> Outputs:
         """Compute the loss, and with `learn` the gradients, over all ranks."""
         data = self.strategy.mesh.data
-        most = self.train.max_tokens_per_microbatch
+        train = self.train
         schedule = plan(
             examples.lengths,
             num_ranks=data.size,
             minibatch_size=len(examples.lengths),
-            max_tokens=most if learn else self.train.max_tokens_per_logprob_microbatch or most,
+            max_tokens=train.max_tokens_per_microbatch if learn else train.most_logprob_tokens,
             batching=self.train.batching,
         )
         rows = schedule.rows(data.rank)

@@ -9,7 +9,7 @@ from typing import Any, get_origin
 from lightrft.app.cli import read_command_line
 from lightrft.config.errors import ConfigError, refuse
 from lightrft.config.resolve import resolve
-from lightrft.config.sections import Config, aliases, field_types, fields_read, section_of_field
+from lightrft.config.sections import Config, aliases, field_types, fields_read
 from lightrft.config.tables import table
 from lightrft.config.values import nearest, typed_value
 from lightrft.extras.compat import counterparts
@@ -103,8 +103,7 @@ def check_flags(config: Config) -> None:
 
 def written_values(config: Config) -> dict[str, Any]:
     """Return the values that are set in flags and files, by flat names."""
-    owners = section_of_field()
-    return {name: getattr(getattr(config, owners[name]), name) for name in sorted(config.written)}
+    return config.values_of(sorted(config.written))
 
 
 def refusal(values: Mapping[str, Any], flags: Sequence[str], command: str, ranks: int) -> str:

@@ -59,8 +59,7 @@ class DPOTask:
         All ranks call it together.
         """
         data = self.run.strategy.mesh.data
-        train = self.run.config.train
-        max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
+        max_tokens = self.run.config.train.most_logprob_tokens
         for start in range(0, len(pairs), PAIRS_AT_ONCE):
             chunk = pairs[start : start + PAIRS_AT_ONCE]
             batch, rows, local = local_pairs(self.run, chunk, max_tokens=max_tokens)

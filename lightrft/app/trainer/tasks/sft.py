@@ -17,7 +17,7 @@ from lightrft.core.order import Order
 from lightrft.core.role import LossTerm
 from lightrft.core.samples import Prompt
 from lightrft.data.conversations import supervised_batch
-from lightrft.data.loader import Blend, check_batch
+from lightrft.data.loader import Blend
 
 
 def term_of_tokens(run: Run, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
@@ -30,8 +30,7 @@ def term_of_tokens(run: Run, prompts: Sequence[Prompt], *, max_tokens: int) -> L
 class PtxLoss:
     """Yields supervised batches, one for each optimizer step, with as many rows as samples.
 
-    The rows have an order of their own, and checkpoints save the position in it. Raises DataError
-    if there are too few rows.
+    The rows have an order of their own, and checkpoints save the position in it.
     """
 
     run: Run
@@ -43,7 +42,6 @@ class PtxLoss:
     """Teacher whose distributions over the answers are learned; None learns their tokens."""
 
     def __post_init__(self) -> None:
-        check_batch(len(self.prompts), self.run.config.train.train_batch_size)
         algorithm = self.run.config.algorithm
         self.num_candidates = min(algorithm.distill_top_k, self.policy.vocabulary_size)
         beta = None if self.teacher is None else algorithm.distill_beta
@@ -82,11 +80,10 @@ def supervised_share(
 ) -> tuple[Batch, Rows, Denominator]:
     """Return this rank's balanced share of all ranks' answers, the micro-batches, and the
     denominator of the learned tokens of all ranks."""
-    answers = [prompt.columns["label"] for prompt in prompts]
     batch, micro_batches, _ = local_batch(run, supervised_batch, prompts, max_tokens=max_tokens)
 
     # All ranks know all rows. The first token of a sequence is never learned.
-    answered = zip(prompts, answers, strict=True)
+    answered = [(prompt, prompt.columns["label"]) for prompt in prompts]
     learned = [sum(each.learned[0 if prompt.num_tokens else 1 :]) for prompt, each in answered]
     sequences = sum(count > 0 for count in learned)
     return batch, micro_batches, known_denominator(sum(learned), sequences, run.strategy.device)
