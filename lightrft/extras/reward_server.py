@@ -125,18 +125,19 @@ class ServedModel:
         return math.fsum(reward for reward in rewards if reward is not None)
 
 
+@dataclass(eq=False)
 class RewardServer:
     """Answers requests until the process is interrupted. All ranks build it and call serve()."""
 
-    def __init__(
-        self, strategy: StrategyBase, models: Sequence[ServedModel], section: ServerSection
-    ):
+    strategy: StrategyBase
+    models: Sequence[ServedModel]
+    section: ServerSection
+
+    def __post_init__(self) -> None:
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
-        self.strategy = strategy
-        self.models = models
         self._waiting: queue.Queue[tuple[Job, Future[list[Reward]]]] = queue.Queue()
         self._authorization = authorization(os.environ.get(REWARD_KEY, ""))
-        self._listener = http_server.listener_of_rank_0(section, strategy.mesh.world)
+        self._listener = http_server.listener_of_rank_0(self.section, self.strategy.mesh.world)
 
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""
