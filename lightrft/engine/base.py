@@ -4,7 +4,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
@@ -254,16 +254,11 @@ class Engine(ABC):
         ranks share the engine, because each of these ranks reads all media itself. So do requests
         with media that cannot be read; add() reports them.
         """
-        if (
-            self.axis.size > 1
-            or not any(request.multi_modal.values())
-            or self._media_problem(request)
-        ):
-            return request
-        try:
-            return self._with_media(request)
-        except ValueError:
-            return request
+        reads = self.axis.size == 1 and any(request.multi_modal.values())
+        with suppress(ValueError):
+            if reads and not self._media_problem(request):
+                return self._with_media(request)
+        return request
 
     @abstractmethod
     def prompts_at_once(self, n: int) -> int:
@@ -303,10 +298,8 @@ class Engine(ABC):
         The prefix cache is dropped.
         """
         self._check_usable()
-        self._validated(
-            [Request(token_ids, sampling=Sampling(max_tokens=1), seeds=(0,))],
-            Sampling(max_tokens=1),
-        )
+        sampling = Sampling(max_tokens=1)
+        self._validated([Request(token_ids, sampling=sampling, seeds=(0,))], sampling)
         self.reset_cache()
         with self._fatal("module_outputs"):
             return self._module_outputs(token_ids)
