@@ -404,14 +404,8 @@ def wrong_optimizers_are_refused(bench: Bench) -> None:
 
 
 def all_roles_of_a_run(bench: Bench) -> None:
-    args = {
-        "actor_learning_rate": 1e-2,
-        "critic_learning_rate": 2e-2,
-        "adam_betas": [0.9, 0.99],
-        "l2": 0.1,
-        "lr_warmup_ratio": 0.2,
-        "lr_scheduler": "cosine",
-    }
+    rates = {"actor_learning_rate": 1e-2, "critic_learning_rate": 2e-2, "adam_betas": [0.9, 0.99]}
+    args = rates | {"l2": 0.1, "lr_warmup_ratio": 0.2, "lr_scheduler": "cosine"}
     models = [tiny_model(seed) for seed in range(4)]
     for frozen in models[2:]:
         frozen.requires_grad_(False)
