@@ -4,8 +4,8 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import torch
@@ -63,6 +63,7 @@ class EngineSetup:
     """Adapters that the engine holds beside the weights. None: streams bring merged weights."""
 
 
+@dataclass(eq=False, repr=False)
 class Engine(ABC):
     """Generates with a copy of the actor's weights, and releases the memory while it sleeps.
 
@@ -79,21 +80,20 @@ class Engine(ABC):
     keeps_policy = False
     """True if a request goes on with the weights that began it, when others are loaded under it."""
 
-    def __init__(
-        self,
-        expected: dict[str, torch.Size],
-        *,
-        sleep_level: int = 2,
-        axis: Axis | None = None,
-        max_model_len: int | None = None,
-        vocabulary: Vocabulary | None = None,
-        adapters: Adapters | None = None,
-    ):
-        self.expected = expected
-        """Hugging Face name -> full shape of every tensor that a weight stream must bring."""
-        self.adapters = adapters
-        """Adapters that the engine holds beside the weights. None: streams bring merged weights.
-        Otherwise they bring the adapters, and the weights only if the engine has lost them."""
+    expected: dict[str, torch.Size]
+    """Hugging Face name -> full shape of every tensor that a weight stream must bring."""
+    _: KW_ONLY
+    sleep_level: int = 2
+    axis: Axis = Axis("engine", 1, 0, None)
+    max_model_len: int | None = None
+    vocabulary: Vocabulary | None = None
+    """Vocabulary of the model. None: token ids are not checked, nothing is banned by default, and
+    stop strings are an error."""
+    adapters: Adapters | None = None
+    """Adapters that the engine holds beside the weights. None: streams bring merged weights.
+    Otherwise they bring the adapters, and the weights only if the engine has lost them."""
+
+    def __post_init__(self) -> None:
         self.quantization: Quantization | None = None
         """How streams quantise weights for the engine. None: they bring them as they are."""
         self.has_base = False
@@ -101,12 +101,6 @@ class Engine(ABC):
         not bring them. Without adapters it stays False: each stream brings all weights."""
         self._sent_base: Fingerprints | None = None
         """Fingerprints of these weights, as they were sent."""
-        self.sleep_level = sleep_level
-        self.axis = axis or Axis("engine", 1, 0, None)
-        self.max_model_len = max_model_len
-        self.vocabulary = vocabulary
-        """Vocabulary of the model. None: token ids are not checked, nothing is banned by default,
-        and stop strings are an error."""
         self.limits: dict[str, int] = {}
         """Medium -> most items in one prompt; empty: text only."""
         self.model_reads: tuple[str, ...] = ()
@@ -260,16 +254,11 @@ class Engine(ABC):
         ranks share the engine, because each of these ranks reads all media itself. So do requests
         with media that cannot be read; add() reports them.
         """
-        if (
-            self.axis.size > 1
-            or not any(request.multi_modal.values())
-            or self._media_problem(request)
-        ):
-            return request
-        try:
-            return self._with_media(request)
-        except ValueError:
-            return request
+        reads = self.axis.size == 1 and any(request.multi_modal.values())
+        with suppress(ValueError):
+            if reads and not self._media_problem(request):
+                return self._with_media(request)
+        return request
 
     @abstractmethod
     def prompts_at_once(self, n: int) -> int:
@@ -309,10 +298,8 @@ class Engine(ABC):
         The prefix cache is dropped.
         """
         self._check_usable()
-        self._validated(
-            [Request(token_ids, sampling=Sampling(max_tokens=1), seeds=(0,))],
-            Sampling(max_tokens=1),
-        )
+        sampling = Sampling(max_tokens=1)
+        self._validated([Request(token_ids, sampling=sampling, seeds=(0,))], sampling)
         self.reset_cache()
         with self._fatal("module_outputs"):
             return self._module_outputs(token_ids)

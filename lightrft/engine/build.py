@@ -29,6 +29,8 @@ engines.register_deferred("vllm", "lightrft.engine.vllm:VLLMEngine")
 engines.register_deferred("sglang", "lightrft.engine.sglang:SGLangEngine")
 engines.register_deferred("hf", "lightrft.engine.hf:HFEngine")
 
+ParseCalls = Callable[[str], tuple[str, list[tuple[str, str]]]]
+"""Function that splits a turn into text and calls (name, JSON arguments)."""
 TOOL_PARSERS = {
     name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")
 }
@@ -177,9 +179,7 @@ def connect_engine(processes: RunProcesses, section: EngineSection, **setup: Any
     return _adapter(REMOTE)(EngineSetup(section=section, **setup), processes)
 
 
-def load_tool_parsers(
-    engine_type: str,
-) -> Callable[..., Callable[[str], tuple[str, list[tuple[str, str]]]]]:
+def load_tool_parsers(engine_type: str) -> Callable[..., ParseCalls]:
     """Return the function that returns a parser of tool calls by name.
 
     The parsers are the engine's, or for `hf` those that come with an installed engine. Raises

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,7 +118,7 @@ def run_contract(engine_type: str, folder: str = "") -> Iterator[tuple[str, str]
             bench.engine.close()
 
 
-def outcome(case: Case, bench: EngineBench) -> str:
+def outcome(case: Callable[[Any], None], bench: Any) -> str:
     """Return in one line why the case fails, and then the traceback; empty if it passes."""
     try:
         case(bench)

@@ -25,6 +25,10 @@ BODY_SECONDS = 60.0
 """Time limit for the body of a request."""
 LONGEST_REFUSAL = 2000
 """Characters of a refusal's message; a client may have sent most of them."""
+MAX_REQUEST = 64 << 20
+"""Number of bytes of the largest request of a server that computes."""
+POLL_SECONDS = 0.5
+"""Longest time between two looks of all ranks at signals, while there are no requests."""
 NUM_THREADS = 256
 """Number of threads for requests that wait until a rank reads them."""
 

@@ -44,14 +44,12 @@ from lightrft.extras.agents.session import Session
 from lightrft.extras.agents.tool_calls import hermes, settled
 from lightrft.extras.agents.turn_format import TurnFormat
 from lightrft.extras.episode_sampler import EpisodeSampler
-from lightrft.extras.http_server import listener_of_rank_0, start_answering
+from lightrft.extras.http_server import POLL_SECONDS, listener_of_rank_0, start_answering
 from lightrft.strategy.strategy import StrategyBase
 
 T = TypeVar("T")
 STEPS_PER_LOOK = 4
 """Number of steps of the engine between two looks at new sessions and signals."""
-POLL_SECONDS = 0.5
-"""Longest time between two looks of all ranks at signals, while there are no requests."""
 MAX_FILES = 65536
 SPARE_FILES = 512
 """Number of open files that are left for everything but sessions."""

@@ -37,11 +37,6 @@ from lightrft.extras import http_server
 from lightrft.rewards.steps import StepRewards
 from lightrft.strategy.strategy import StrategyBase
 
-POLL_SECONDS = 0.5
-"""Longest time between two looks of all ranks at signals, while there are no requests."""
-
-MAX_REQUEST = 64 << 20
-"""Number of bytes of the largest request."""
 LETTERS_PER_TOKEN = 64
 """A text with more characters for each token that fits is not even tokenized."""
 
@@ -125,18 +120,19 @@ class ServedModel:
         return math.fsum(reward for reward in rewards if reward is not None)
 
 
+@dataclass(eq=False)
 class RewardServer:
     """Answers requests until the process is interrupted. All ranks build it and call serve()."""
 
-    def __init__(
-        self, strategy: StrategyBase, models: Sequence[ServedModel], section: ServerSection
-    ):
+    strategy: StrategyBase
+    models: Sequence[ServedModel]
+    section: ServerSection
+
+    def __post_init__(self) -> None:
         """Listen at the address on rank 0. Raises ValueError on all ranks if it is in use."""
-        self.strategy = strategy
-        self.models = models
         self._waiting: queue.Queue[tuple[Job, Future[list[Reward]]]] = queue.Queue()
         self._authorization = authorization(os.environ.get(REWARD_KEY, ""))
-        self._listener = http_server.listener_of_rank_0(section, strategy.mesh.world)
+        self._listener = http_server.listener_of_rank_0(self.section, self.strategy.mesh.world)
 
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""
@@ -168,7 +164,7 @@ class RewardServer:
     async def _rewarded(self, request: Request) -> Response:
         presented = request.headers.get("authorization", "")
         http_server.check_key(presented, self._authorization, f"that of the server's {REWARD_KEY}")
-        texts = _texts(json.loads(await http_server.content_of(request, MAX_REQUEST)))
+        texts = _texts(json.loads(await http_server.content_of(request, http_server.MAX_REQUEST)))
         job = await asyncio.to_thread(self._tokens, texts)
         answer: Future[list[Reward]] = Future()
         self._waiting.put((job, answer))
@@ -198,7 +194,7 @@ class RewardServer:
 
     def _take(self) -> list[tuple[Job, Future[list[Reward]]]]:
         try:
-            jobs = [self._waiting.get(timeout=POLL_SECONDS)]
+            jobs = [self._waiting.get(timeout=http_server.POLL_SECONDS)]
         except queue.Empty:
             return []
         while not self._waiting.empty():

@@ -300,7 +300,7 @@ def _load_checked(
     missing = info["missing_keys"]
     unexpected = {name for name in info["unexpected_keys"] if not weight_files.MASK.search(name)}
     if new_head:
-        missing, unexpected = _without_head(model, missing, unexpected)
+        missing, unexpected, _ = _without_head(model, missing, unexpected)
 
     hint = ""
     if not model.can_generate() and min(missing, default="") == "score.weight":
@@ -356,13 +356,11 @@ def _empty(
     converted = ConvertedFiles(model, files)
 
     missing, unexpected = weight_files.missing_and_unexpected(model, converted.shapes)
-    heads = (
-        {name for name in missing if not weight_files.is_backbone(model, name)}
-        if new_head
-        else set()
-    )
+    head: set[str] = set()
+    if new_head:
+        missing, unexpected, head = _without_head(model, missing, unexpected)
     # from_pretrained() may know how to read them, and otherwise says what is missing.
-    if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
+    if missing or unexpected:
         logger.info(
             f"the weights in {name} are not those of {type(model).__name__}: every rank reads the"
             " whole folder"
@@ -373,7 +371,7 @@ def _empty(
     for tensor_name in sorted(converted.shapes.keys() & tensors.keys()):
         converted.check_shape(tensor_name, tensors[tensor_name].shape)
 
-    for child_name in {name.split(".")[0] for name in heads}:
+    for child_name in {name.split(".")[0] for name in head}:
         # The same random numbers as in from_pretrained().
         model._init_weights(getattr(model, child_name).to_empty(device="cpu"))
     if model.can_generate():
@@ -383,16 +381,17 @@ def _empty(
 
 def _without_head(
     model: PreTrainedModel, missing: set[str], unexpected: set[str]
-) -> tuple[set[str], set[str]]:
-    """Leave out the head of a new scorer.
+) -> tuple[set[str], set[str], set[str]]:
+    """Leave out the head of a new scorer, and return it too.
 
     The head is removed from the missing names, and the head that it replaces from the unexpected
     names.
     """
     head = {name for name in missing if not weight_files.is_backbone(model, name)}
-    if model.can_generate() or not head:
-        return missing, unexpected
-    return missing - head, {name for name in unexpected if weight_files.is_backbone(model, name)}
+    if head and not model.can_generate():
+        missing = missing - head
+        unexpected = {name for name in unexpected if weight_files.is_backbone(model, name)}
+    return missing, unexpected, head
 
 
 def _local_folder(name: str) -> Path:

@@ -28,6 +28,7 @@ from lightrft.config.sections import ModelSection
 from lightrft.models.empty import real_parameters
 from lightrft.models.weight_files import is_backbone
 from lightrft.models.weight_sync.adapters import names_of
+from lightrft.models.weight_sync.names import NamedTensor
 
 ADAPTER = "default"
 BASE = ".base_layer.weight"
@@ -199,9 +200,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.adapters_on = True
 
 
-def merge_adapters(
-    model: nn.Module, stream: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def merge_adapters(model: nn.Module, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     """Yield the weight stream of a transformers model with merged adapters.
 
     A merged matrix is W + s B A with peft's scaling s, computed in float32. A matrix is held until the
@@ -250,9 +249,7 @@ def adapter_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return shapes
 
 
-def split_adapters(
-    model: nn.Module, stream: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def split_adapters(model: nn.Module, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     """Yield the weight stream of a transformers model for an engine that holds adapters.
 
     Frozen matrices keep the names that they have without adapters. A and s B follow by peft's

@@ -254,29 +254,23 @@ class Checkpoints:
         """
         world = self.strategy.mesh.world
         problem = f"{folder} could not be written"
-        states: dict[str, tuple[dict[str, Any], bool]] = {}
-        snapshots: list[manager.Snapshot] = []
 
-        def find() -> None:
-            states.update((name, self._tensors(*trained)) for name, trained in models.items())
+        def find() -> dict[str, tuple[dict[str, Any], bool]]:
+            return {name: self._tensors(*trained) for name, trained in models.items()}
 
-        def take() -> None:
+        def take() -> manager.Snapshot:
             tensors = {
                 name: to_host(tensors) if copy and not is_copy else tensors
                 for name, (tensors, is_copy) in states.items()
             }
-            snapshots.append(
-                manager.snapshot(self._contents(models, items), state, tensors=tensors)
-            )
+            return manager.snapshot(self._contents(models, items), state, tensors=tensors)
 
         # An error on one rank ends all of them; none waits for it in a collective.
-        run_on_all_ranks(world, problem, find)
+        states = run_on_all_ranks(world, problem, find)
         copy = copy and self._has_room(
             sum(num_bytes(tensors) for tensors, is_copy in states.values() if not is_copy)
         )
-        run_on_all_ranks(world, problem, take)
-
-        return copy, snapshots[0]
+        return copy, run_on_all_ranks(world, problem, take)
 
     def _has_room(self, num_bytes: int) -> bool:
         """Return True if every host has MEMORY_FACTOR times the room that copies take there.

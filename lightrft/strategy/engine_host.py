@@ -114,14 +114,14 @@ class EngineHost:
 
     def start(
         self,
-        config: Config | None = None,
+        config: Config,
         engine_type: str | None = None,
         actor: nn.Module | None = None,
         *,
         draft: nn.Module | None = None,
         adapters: Adapters | None = None,
     ) -> Engine:
-        """Build the engine of `config`, or of the strategy's configuration.
+        """Build the engine of `config`.
 
         With an actor it receives the actor's weights and sleeps, if it may. The actor is
         remembered, because an engine may drop the weights while it sleeps. Without an actor the
@@ -133,7 +133,6 @@ class EngineHost:
         from lightrft.engine.build import build_engine, connect_engine
 
         strategy = self.strategy
-        config = strategy.config if config is None else config
         section = config.engine
         if engine_type is not None:
             section = replace(section, engine_type=engine_type)

@@ -11,7 +11,6 @@ import inspect
 import math
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from lightrft.data.loader import share_of
 from lightrft.engine.base import Sampling
+from lightrft.engine.testing import outcome
 from lightrft.registry import Registry
 from lightrft.strategy import StrategyBase, is_actor
 
@@ -66,9 +66,9 @@ class Bench:
     tolerance: float
 
     def prepared(
-        self, optimizer_of: OptimizerOf, seed: int = 0, **options: Any
+        self, optimizer_of: OptimizerOf, **options: Any
     ) -> tuple[PreTrainedModel, Optimizer]:
-        model = tiny_model(seed, **options)
+        model = tiny_model(**options)
         return self.strategy.prepare((model, optimizer_of(model)))
 
     def backward(
@@ -77,20 +77,22 @@ class Bench:
         optimizer: Optimizer,
         step: int,
         micro_batches: int = 1,
-        change: Callable[[Tensor], Tensor] | None = None,
+        change: Callable[[Tensor], Tensor] = lambda loss: loss,
+        *,
+        last: bool = True,
     ) -> float:
         """Run backward on this rank's share of an optimizer step; return its loss.
 
-        `change` is applied to the loss first.
+        `change` is applied to the loss first. Without `last` more micro-batches follow.
         """
         data = self.strategy.mesh.data
         total = 0.0
         denominator = tokens(step)
         rows = [batch(step)[row] for row in share_of(data.rank, data.size, len(PROBE_LENGTHS))]
         for index in range(micro_batches):
-            loss = loss_of(model, rows[index::micro_batches], denominator)
-            loss = loss if change is None else change(loss)
-            self.strategy.backward(loss, model, optimizer, last=index == micro_batches - 1)
+            loss = change(loss_of(model, rows[index::micro_batches], denominator))
+            ends = last and index == micro_batches - 1
+            self.strategy.backward(loss, model, optimizer, last=ends)
             total += loss.item()
         return total
 
@@ -239,20 +241,12 @@ def run_contract(
         strategy.setup_distributed()
         try:
             bench = Bench(strategy, Path(strategy.mesh.world.broadcast(local_folder)), tolerance)
-            results = {case.__name__: _outcome(case, bench) for case in CASES}
+            results = {case.__name__: outcome(case, bench) for case in CASES}
             strategy.mesh.world.barrier()  # rank 0 deletes the folder
         finally:
             strategy.close()
 
     return results
-
-
-def _outcome(case: Callable[[Bench], None], bench: Bench) -> str:
-    try:
-        case(bench)
-    except BaseException:
-        return traceback.format_exc()
-    return ""
 
 
 # -- training
@@ -363,9 +357,7 @@ def a_norm_that_is_not_finite_skips_the_step_everywhere(bench: Bench) -> None:
 
 def an_unfinished_step_is_refused(bench: Bench) -> None:
     model, optimizer = bench.prepared(sgd)
-    data = bench.strategy.mesh.data
-    rows = [batch(0)[row] for row in share_of(data.rank, data.size, len(PROBE_LENGTHS))]
-    bench.strategy.backward(loss_of(model, rows, tokens(0)), model, optimizer, last=False)
+    bench.backward(model, optimizer, 0, last=False)
     assert "critic" in refused(
         lambda: bench.strategy.optimizer_step(optimizer, model, name="critic"), RuntimeError
     )
@@ -412,14 +404,8 @@ def wrong_optimizers_are_refused(bench: Bench) -> None:
 
 
 def all_roles_of_a_run(bench: Bench) -> None:
-    args = {
-        "actor_learning_rate": 1e-2,
-        "critic_learning_rate": 2e-2,
-        "adam_betas": [0.9, 0.99],
-        "l2": 0.1,
-        "lr_warmup_ratio": 0.2,
-        "lr_scheduler": "cosine",
-    }
+    rates = {"actor_learning_rate": 1e-2, "critic_learning_rate": 2e-2, "adam_betas": [0.9, 0.99]}
+    args = rates | {"l2": 0.1, "lr_warmup_ratio": 0.2, "lr_scheduler": "cosine"}
     models = [tiny_model(seed) for seed in range(4)]
     for frozen in models[2:]:
         frozen.requires_grad_(False)

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -23,6 +24,7 @@ STEPS_PER_LOOK = 4
 """Engine steps between looks for messages. The ranks of an engine have to exchange the messages."""
 
 
+@dataclass(eq=False)
 class EngineServer:
     """Serves the engine of this rank, or of the ranks of `engine.axis`.
 
@@ -37,19 +39,15 @@ class EngineServer:
     has the weights that the rank had before it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        processes: RunProcesses,
-        device: torch.device,
-        announce: Callable[[str], None],
-        *,
-        weight_update: str = "wait",
-    ):
+    engine: Engine
+    processes: InitVar[RunProcesses]
+    device: InitVar[torch.device]
+    announce: Callable[[str], None]
+    weight_update: str = "wait"
+
+    def __post_init__(self, processes: RunProcesses, device: torch.device) -> None:
         """Accept the connections of all training ranks, on the first rank of the engine."""
-        self.engine = engine
-        self.weight_update = weight_update
-        self._announce = announce
+        engine = self.engine
         self.axis: Axis = engine.axis
         capacity = engine.prompts_at_once(1)
         self._inbox: SimpleQueue[tuple[wire.Peer, Any]] = SimpleQueue()
@@ -79,7 +77,7 @@ class EngineServer:
         """Begin calls in order, and load weights between them as they come."""
         left = self._num_peers
         while left:
-            self._announce("generate" if self._owners else "")  # waiting has no time limit
+            self.announce("generate" if self._owners else "")  # waiting has no time limit
             for rank, message in self._messages():
                 if isinstance(message, wire.Closed):
                     left -= 1
@@ -123,7 +121,7 @@ class EngineServer:
         return True
 
     def _load(self, version: int) -> None:
-        self._announce("generate/weight_sync")
+        self.announce("generate/weight_sync")
         weights = self._broadcast.receive()
         if not self._owners:
             self.engine.load_weights(weights, version)
@@ -132,7 +130,7 @@ class EngineServer:
         else:
             with self._loop.interrupted():
                 self.engine.load_weights(weights, version)
-        self._announce("generate" if self._owners else "")
+        self.announce("generate" if self._owners else "")
 
     def _begin(self, call: int, messages: dict[int, wire.Generate]) -> None:
         chosen = [

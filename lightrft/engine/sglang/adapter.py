@@ -71,7 +71,7 @@ class SGLangEngine(LibraryEngine):
         return self._shim.ask("unknown_weights", addresses=addresses, shapes=self.names.shapes)[0]
 
     def prompts_at_once(self, n: int) -> int:
-        return self._on_first_rank(lambda: self._shim.ask("num_slots"))[0] // n
+        return self._ask("num_slots")[0] // n
 
     def reset_cache(self) -> None:
         with self._fatal("reset_cache"):
@@ -100,15 +100,15 @@ class SGLangEngine(LibraryEngine):
     def _leave_cache(self) -> None:
         """Drop the image embeddings; pause() has given later requests another salt."""
         if self.limits:
-            self._on_first_rank(lambda: self._shim.ask("forget_images"))
+            self._ask("forget_images")
 
     def _module_outputs(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Return Probe.recorded(), with tensor parallelism without outputs that are sharded."""
-        self._on_first_rank(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
+        self._ask("watch", num_tokens=len(token_ids))
         try:
             self._compute(token_ids)
         finally:
-            of_ranks = self._on_first_rank(lambda: self._shim.ask("seen"))
+            of_ranks = self._ask("seen")
         return _joined_outputs(of_ranks)
 
     # -- weights
@@ -141,17 +141,13 @@ class SGLangEngine(LibraryEngine):
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """Return the numbers of all weights on the first rank and zeros elsewhere; they add up."""
-        comparison = {"dtype": prints.dtype, "round": prints.round}
-        numbers = self._on_first_rank(
-            lambda: self._shim.ask(
-                "held", addresses=self._addresses, shapes=self.expected, **comparison
-            )
-        )
+        weights = {"addresses": self._addresses, "shapes": self.expected}
+        numbers = self._ask("held", dtype=prints.dtype, round=prints.round, **weights)
         totals = [sum(of_ranks) for of_ranks in zip(*numbers, strict=True)]
         return tuple(totals) if self.axis.rank == 0 else tuple(map(torch.zeros_like, totals))
 
     def _num_cached(self) -> int:
-        return self._on_first_rank(lambda: self._shim.ask("num_cached"))[0]
+        return self._ask("num_cached")[0]
 
     # -- memory
 
@@ -161,7 +157,7 @@ class SGLangEngine(LibraryEngine):
         Level 1 keeps the weights on the device, unless SGLang was started to copy them to the host.
         """
         if level == 2 and self.on_cpu:
-            self._on_first_rank(lambda: self._shim.destroy_weights())
+            self._ask("destroy_weights")  # SGLang releases nothing then, so they become NaN
         tags = {"kv_cache", "cuda_graph"} | (
             {"weights"} if level == 2 or self.sleep_level == 1 else set()
         )
@@ -179,6 +175,10 @@ class SGLangEngine(LibraryEngine):
             self._shim.shutdown()
 
     # -- the first rank and the others
+
+    def _ask(self, question: str, **details: Any) -> list[Any]:
+        """Return the answers of all schedulers; see scheduler.py."""
+        return self._on_first_rank(lambda: self._shim.ask(question, **details))
 
     def _on_first_rank(self, call: Callable[[], Any]) -> Any:
         """Run `call` on the first rank; return the result, or raise the error, on all ranks."""

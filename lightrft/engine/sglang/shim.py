@@ -160,10 +160,6 @@ class SGLangShim:
     def resume(self, tags: list[str]) -> None:
         self.engine.resume_memory_occupation(tags=tags)
 
-    def destroy_weights(self) -> None:
-        """Write NaN to the weights: on a CPU SGLang releases nothing at sleep level 2."""
-        self.ask("destroy_weights")
-
     def ask(self, question: str, **arguments: Any) -> list[Any]:
         """Ask SGLang's processes one of QUESTIONS; return the results by tensor-parallel rank."""
         with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,15 @@
 """SGLang's parsers of tool calls, for models with a special format for calls."""
 
-from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from lightrft.engine.build import ParseCalls
 
-def tool_parser(
-    name: str, tokenizer: Tokenizer, schemas: list[dict[str, Any]]
-) -> Callable[[str], tuple[str, list[tuple[str, str]]]]:
+
+def tool_parser(name: str, tokenizer: Tokenizer, schemas: list[dict[str, Any]]) -> ParseCalls:
     """Return a function that splits a turn into text and calls (name, JSON arguments).
 
     It reads the turn's text with special tokens. Raises ValueError for an unknown name, or a parser

@@ -32,7 +32,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
     section = setup.section
     on_cpu = setup.device.type == "cpu"
     sleeps = not on_cpu and section.enable_engine_sleep
-    cache = {
+    of_cpu = {
         "kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30),
         # On a CPU with AVX512-BF16, Mamba layers can only have a float32 state cache, and vLLM
         # would warn of that for every model.
@@ -40,11 +40,10 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         # Samples of a group share whole blocks of the prompt. 32 tokens are the least that vLLM's
         # kernel allows; the default is 128.
         "block_size": 32,
+        # For a prompt in two chunks, V1 draws a token after the first and reverts the draw. A
+        # seeded CPU generator cannot do that.
+        "enable_chunked_prefill": False,
     }
-    memory = cache if on_cpu else {}
-    # For a prompt in two chunks, V1 draws a token after the first and reverts the draw. A seeded
-    # CPU generator cannot do that.
-    prefill = {"enable_chunked_prefill": False} if on_cpu else {}
     # MLA's CPU kernel mistakes heads for tokens.
     latent = on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None)
     kernels = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}} if latent else {}
@@ -75,8 +74,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         "mm_device_do_normalize": False,
     }
     options = (
-        memory
-        | prefill
+        (of_cpu if on_cpu else {})
         | kernels
         | (media if sees else {})
         | _speculation(setup)

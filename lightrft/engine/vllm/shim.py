@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,21 +60,23 @@ BY_LOADER: dict[str, str] = table("engine/names")["vllm"]
 """Names that Granite's mixtures replace while they load."""
 
 
+@dataclass(eq=False)
 class VLLMShim:
     """Every access to vLLM beyond the documented offline interface; check it for each version."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        names: PublishedNames,
-        draft_names: PublishedNames | None,
-        adapters: Adapters | None = None,
-    ):
+    llm: LLM
+    names: PublishedNames
+    draft_names: PublishedNames | None
+    """Names of the draft model's weights in a stream. None: streams bring none of them, except
+    for embeddings and an output layer that both models share."""
+    adapters: InitVar[Adapters | None]
+
+    def __post_init__(self, adapters: Adapters | None) -> None:
         """Detach vLLM's finalizer.
 
         It would destroy the trainer's process group when vLLM's client is collected, or at exit.
         """
-        self.llm = llm
+        llm = self.llm
         llm.llm_engine.engine_core._finalizer.detach()
         for name in ("layerwise", "inplace"):
             logger = logging.getLogger(f"vllm.model_executor.model_loader.reload.{name}")
@@ -85,9 +87,6 @@ class VLLMShim:
         (self.model,) = llm.apply_model(lambda model: model)
         (self.draft_model,) = llm.collective_rpc("get_draft_model")
         """Model that drafts, or None."""
-        self.draft_names = draft_names
-        """Names of the draft model's weights in a stream. None: streams bring none of them, except
-        for embeddings and an output layer that both models share."""
         self._draft_weights: dict[str, torch.Tensor] = {}
         self.tokenizer: Tokenizer | None = None
         """Tokenizer to search for stop strings with. vLLM starts without one."""
@@ -100,10 +99,10 @@ class VLLMShim:
 
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         fused_layers = fused_layout.FUSED_LAYERS | getattr(self.model, "packed_modules_mapping", {})
+        names = self.names
         loaded = fused_layout.engine_names(names)
         rename = mapper.map_name if mapper else _by_loader
         loaded = {name: rename(published) for name, published in loaded.items()}
-        self.names = names
         self._stale_copies = _stale_copies(self.model)
         self.experts = [layer for layer in self.model.modules() if is_experts(layer)]
         self.weights = fused_layout.FusedWeights(

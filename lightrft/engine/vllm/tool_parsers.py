@@ -1,16 +1,15 @@
 """vLLM's parsers of tool calls, for models with a special format for calls."""
 
-from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
+from lightrft.engine.build import ParseCalls
 
-def tool_parser(
-    name: str, tokenizer: Tokenizer, schemas: list[dict[str, Any]]
-) -> Callable[[str], tuple[str, list[tuple[str, str]]]]:
+
+def tool_parser(name: str, tokenizer: Tokenizer, schemas: list[dict[str, Any]]) -> ParseCalls:
     """Return a function that splits a turn into text and calls (name, JSON arguments).
 
     It reads the turn's text with special tokens. Raises ValueError for an unknown name, or a parser

@@ -235,7 +235,7 @@ class Episodes:
         try:
             state.mailbox.send(pickle.dumps(message))
         except OSError:
-            self._died(state)
+            self._fail(state)
 
     def _reply(self, request: TurnRequest, state: EpisodeState, reply: Turn | Refused) -> None:
         state.num_replies += 1
@@ -245,14 +245,14 @@ class Episodes:
         try:
             state.mailbox.flush()
         except OSError:
-            self._died(state)
+            self._fail(state)
 
     def _handle_messages(self, state: EpisodeState) -> list[RequestedTurn]:
         """Handle what a program has sent; return the turns that the model is to sample."""
         try:
             messages = [from_bytes(content) for content in state.mailbox.receive()]
         except (EOFError, OSError):
-            self._died(state)
+            self._fail(state)
             return []
         except ValueError as error:
             self._fail(
@@ -352,15 +352,13 @@ class Episodes:
         state.sample.finish_reason = state.episode.finish_reason or "stop"
         self._ended.append(state.sample)
 
-    def _died(self, state: EpisodeState) -> None:
-        self._failed(state, f"its process {self._leave(state, reuse=False)}")
+    def _fail(self, state: EpisodeState, problem: str = "", *, reuse: bool = False) -> None:
+        """Learn nothing from an episode; without a problem its process is at its end.
 
-    def _fail(self, state: EpisodeState, problem: str, *, reuse: bool = False) -> None:
-        self._leave(state, reuse=reuse)
-        self._failed(state, problem)
-
-    def _failed(self, state: EpisodeState, problem: str) -> None:
-        """Learn nothing from an episode. Raises ConfigError if many in a row have failed."""
+        Raises ConfigError if many in a row have failed.
+        """
+        ending = self._leave(state, reuse=reuse)
+        problem = problem or f"its process {ending}"
         sample = state.sample
         state.episode.problem = problem
         state.episode.rewards = []

@@ -19,7 +19,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,7 +27,7 @@ from typing import Any
 
 from lightrft.extras.agents.endpoint.protocol import EndpointModel
 from lightrft.extras.agents.messages import Observation, to_bytes
-from lightrft.extras.agents.session import EpisodeOver, Session
+from lightrft.extras.agents.session import EpisodeOver, EpisodeProgram, Session
 from lightrft.extras.agents.tools import RUNNING, answers, call_function, tools_of
 from lightrft.registry import Registry, kept_alive
 
@@ -120,7 +120,7 @@ class ProgramSetup:
             raise ValueError(f"--tools {name}: it has no public functions of its own")
         return found
 
-    def _client_of(self, agent: Any) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
+    def _client_of(self, agent: Any) -> EpisodeProgram:
         if not inspect.iscoroutinefunction(agent):
             raise ValueError(
                 f"--agent {self.agent}: {agent!r} is not an async function (client, row)"

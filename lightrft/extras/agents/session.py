@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
@@ -226,3 +226,7 @@ class Session:
 def _fail(turn: asyncio.Future[Turn], error: Exception) -> None:
     turn.set_exception(error)
     turn.exception()  # the request may have been given up, and asyncio would log that
+
+
+EpisodeProgram = Callable[[Session, dict[str, Any]], Awaitable[float | None]]
+"""Function from a session and the columns of a row to the reward, or None."""

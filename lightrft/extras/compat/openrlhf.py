@@ -27,6 +27,8 @@ IGNORED: dict[str, str] = {
 REFUSED_FLAGS: dict[str, str] = TABLE["refused"]
 NAMES: dict[str, str] = TABLE["names"]
 EQUIVALENT_FLAGS: dict[str, list[str]] = TABLE["switches"]
+VALUES: dict[str, dict[str, list[str]]] = TABLE["values"]
+"""Flag -> value with another name here -> the equivalent flags."""
 BEGINNINGS = tuple(TABLE["beginnings"])
 TRACKER_SWITCHES = {"use_tensorboard": "tensorboard", "use_wandb": "wandb"}
 """Switch -> the destination of metrics that it adds to the others, or removes."""
@@ -77,8 +79,10 @@ def translate(written: Flags) -> TranslatedFlags:
                 result.notices.append("--max_len is ignored: write --prompt_max_len")
             if tokens and name not in (tokens[0][2:], "remote_rm_url"):
                 understood.append(f"--{name} is {' '.join(tokens)}")
+        elif " ".join(words) in VALUES.get(name, {}):
+            switched |= group_flags(VALUES[name][" ".join(words)])
         else:
-            result.flags[name] = [TABLE["values"].get(name, {}).get(word, word) for word in words]
+            result.flags[name] = words
 
     result.flags = switched | result.flags
     if understood:
@@ -189,13 +193,14 @@ def _max_len(values: list[str], flags: Flags) -> list[str]:
     return [f"--prompt_max_len={max(int(values[0]) - int(response), 1)}"]
 
 
-def _pair(low: str, high: str) -> Callable[[list[str], Flags], list[str]]:
-    def split(values: list[str], flags: Flags) -> list[str]:
-        if len(values) != 2:
-            raise ConfigError(f"expected two numbers, not {' '.join(values) or 'nothing'}")
-        return [f"--{low}={values[0]}", f"--{high}={values[1]}"]
+def _eps_clip_low_high(values: list[str], flags: Flags) -> list[str]:
+    if len(values) != 2:
+        raise ConfigError(f"expected two numbers, not {' '.join(values) or 'nothing'}")
+    return [f"--eps_clip_low={values[0]}", f"--eps_clip_high={values[1]}"]
 
-    return split
+
+def _overlong_penalty_factor(values: list[str], flags: Flags) -> list[str]:
+    return ["--overlong_buffer", "--overlong_buffer_penalty_factor", *values]
 
 
 def _reward_clip_range(values: list[str], flags: Flags) -> list[str]:
@@ -225,16 +230,8 @@ def _param_dtype(values: list[str], flags: Flags) -> list[str]:
     return ["--bf16"] if values == ["bf16"] else []
 
 
-def _advantage_estimator(values: list[str], flags: Flags) -> list[str]:
-    """Translate on-policy distillation. The teacher in such a script is an SGLang server at
-    --remote_rm_url.
-    """
-    if values != ["on_policy_distillation"]:
-        return ["--advantage_estimator", *values]
-    return ["--advantage_estimator", "distill", "--reward", "none"]
-
-
 def _remote_rm_url(values: list[str], flags: Flags) -> list[str]:
+    """Take the teacher of on-policy distillation, an SGLang server, or else a reward."""
     if flags.get("advantage_estimator") == ["on_policy_distillation"] and values:
         return [f"--teacher_url={values[0].removesuffix('/generate').rstrip('/')}/v1"]
     return ["--reward", *values]
@@ -243,16 +240,11 @@ def _remote_rm_url(values: list[str], flags: Flags) -> list[str]:
 SPECIAL: dict[str, Callable[[list[str], Flags], list[str]]] = {
     "reward_pretrain": _reward_pretrain,
     "max_len": _max_len,
-    "eps_clip_low_high": _pair("eps_clip_low", "eps_clip_high"),
+    "eps_clip_low_high": _eps_clip_low_high,
     "reward_clip_range": _reward_clip_range,
-    "overlong_penalty_factor": lambda values, flags: [
-        "--overlong_buffer",
-        "--overlong_buffer_penalty_factor",
-        *values,
-    ],
+    "overlong_penalty_factor": _overlong_penalty_factor,
     "system_prompt_path": _system_prompt_path,
     "param_dtype": _param_dtype,
-    "advantage_estimator": _advantage_estimator,
     "remote_rm_url": _remote_rm_url,
 }
 """Flags with another form of values in other tools -> a function of the values, and of all flags.

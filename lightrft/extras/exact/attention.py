@@ -264,17 +264,17 @@ def exact_attention(
     )
     tensors = [x.transpose(1, 2) for x in (query, key, value)]
     if isinstance(layout, CachedRows):
-        return _of_rows(*tensors, layout, scores), None
+        return _of_rows(tensors, layout, scores), None
+    flat = [x[0] for x in tensors]
     if isinstance(layout, PagedRows):
         cache = layout.caches[module.layer_idx]
-        return _of_pages(*(x[0] for x in tensors), layout, cache, scores).unsqueeze(0), None
-    return _of_batch(*(x[0] for x in tensors), layout, scores).unsqueeze(0), None
+        return _of_pages(flat, layout, cache, scores).unsqueeze(0), None
+    return _of_batch(flat, layout, scores).unsqueeze(0), None
 
 
-def _of_rows(
-    query: Tensor, key: Tensor, value: Tensor, rows: CachedRows, scores: AttentionScores
-) -> Tensor:
+def _of_rows(tensors: list[Tensor], rows: CachedRows, scores: AttentionScores) -> Tensor:
     """Compute attention of rows [B, S, ...] after moving each row's first token to the front."""
+    query, key, value = tensors
     # A layer with a window has dropped the keys that no query sees any more.
     dropped = rows.length - key.shape[1]
     key, value = (F.pad(x, (0, 0, 0, 0, dropped, 0)) for x in (key, value))
@@ -289,14 +289,10 @@ def _of_rows(
 
 
 def _of_pages(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: PagedRows,
-    cache: Tensor,
-    scores: AttentionScores,
+    tensors: list[Tensor], rows: PagedRows, cache: Tensor, scores: AttentionScores
 ) -> Tensor:
     """Compute attention of new tokens [T, ...] after writing these to the layer's cache."""
+    query, key, value = tensors
     size = cache.shape[2]
     cache[rows.slots // size, :, rows.slots % size] = torch.cat([key, value], -1)
     output = torch.empty_like(query)
@@ -309,22 +305,18 @@ def _of_pages(
     return output
 
 
-def _of_batch(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: AttentionScores
-) -> Tensor:
+def _of_batch(tensors: list[Tensor], layout: Layout, scores: AttentionScores) -> Tensor:
     """Compute attention of a flat batch [U, ...], with a copy of a shared prefix per sequence."""
     blocks = layout.blocks
     sizes = [size * width for size, width in blocks.shapes]
     source = blocks.source
-    padded = [x if source is None else x.index_select(0, source) for x in (query, key, value)]
+    padded = [x if source is None else x.index_select(0, source) for x in tensors]
     outputs = []
 
-    for (size, width), *tensors in zip(
-        blocks.shapes, *(x.split(sizes) for x in padded), strict=True
-    ):
-        position = torch.arange(width, device=query.device).expand(size, -1)
-        tensors = (x.unflatten(0, (size, width)) for x in tensors)
-        outputs.append(blockwise(*tensors, position, width, scores).flatten(0, 1))
+    for (size, width), *parts in zip(blocks.shapes, *(x.split(sizes) for x in padded), strict=True):
+        position = torch.arange(width, device=tensors[0].device).expand(size, -1)
+        parts = (x.unflatten(0, (size, width)) for x in parts)
+        outputs.append(blockwise(*parts, position, width, scores).flatten(0, 1))
 
     output = torch.cat(outputs)
     return output if blocks.positions is None else output.index_select(0, blocks.positions)

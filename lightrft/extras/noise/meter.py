@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from lightrft.algorithms.roles.role import DistributedRole
 from lightrft.core.batch import Experience, Rows, TrainingPlan
@@ -72,13 +71,21 @@ class NoiseMeter:
             blocks[name] = count
             count += num_blocks(self.strategy.full_shape(parameter).numel())
 
+        seen: set[int] = set()
+
+        def read_whole(prefix: str, module: nn.Module, inputs: Any) -> None:
+            """Read the gradients of the parameters that are whole now, from now on."""
+            for name, parameter in module.named_parameters(prefix):
+                trained = parameter.requires_grad and not isinstance(parameter, DTensor)
+                if trained and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    handles.append(parameter.register_hook(partial(self._read, blocks[name])))
+
         # FSDP2 has whole parameters in a block only while it computes, and they stay the same
         # tensors then. Other strategies have them everywhere.
-        seen: set[int] = set()
         for name, each in module.named_modules():
             if each is module or isinstance(each, FSDPModule):
-                hook = partial(self._read_parameters, name, blocks, seen, handles)
-                handles.append(each.register_forward_pre_hook(hook))
+                handles.append(each.register_forward_pre_hook(partial(read_whole, name)))
 
         try:
             yield
@@ -88,22 +95,6 @@ class NoiseMeter:
 
     def _begin_microbatch(self, module: nn.Module, inputs: Any) -> None:
         self._current += module.training
-
-    def _read_parameters(
-        self,
-        prefix: str,
-        blocks: dict[str, int],
-        seen: set[int],
-        handles: list[RemovableHandle],
-        module: nn.Module,
-        inputs: Any,
-    ) -> None:
-        """Read the gradients of the parameters that are whole now, from now on."""
-        for name, parameter in module.named_parameters(prefix):
-            trained = parameter.requires_grad and not isinstance(parameter, DTensor)
-            if trained and id(parameter) not in seen:
-                seen.add(id(parameter))
-                handles.append(parameter.register_hook(partial(self._read, blocks[name])))
 
     def _read(self, first_block: int, gradient: Tensor) -> None:
         if self._current < len(self._parts):

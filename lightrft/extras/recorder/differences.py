@@ -260,13 +260,11 @@ def read_recorded(folder: Path, step: int) -> list[dict[str, Any]] | None:
 
 
 def _of_checkpoints(folders: Sequence[Path], step: int) -> Iterator[str]:
-    saved: list[dict[int, Path]] = []
-    for folder in folders:
-        paths = (path for _, path in checkpoints(checkpoints_of(folder)))
-        saved.append(
-            {int(tag[1]): path for path in paths if (tag := STEP_NAME.fullmatch(path.name))}
-        )
-
+    paths = [[path for _, path in checkpoints(checkpoints_of(folder))] for folder in folders]
+    saved = [
+        {int(tag[1]): path for path in of_run if (tag := STEP_NAME.fullmatch(path.name))}
+        for of_run in paths
+    ]
     common = [number for number in saved[0].keys() & saved[1].keys() if number >= step]
     if not common:
         yield "--save_steps in both runs would show the tensor and the element"

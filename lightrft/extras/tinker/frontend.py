@@ -21,7 +21,7 @@ from tinker import types
 
 from lightrft.config.tables import table
 from lightrft.core.engine import derived_seed
-from lightrft.extras.http_server import Refusal, answered, check_key, content_of
+from lightrft.extras.http_server import MAX_REQUEST, Refusal, answered, check_key, content_of
 from lightrft.extras.tinker import protocol
 from lightrft.extras.tinker.promises import Jobs, Promises
 from lightrft.extras.tinker.protocol import RequestLimits
@@ -29,8 +29,6 @@ from lightrft.extras.tinker.records import SamplePrompt
 from lightrft.strategy.checkpoint.atomic import OLD, TEMPORARY
 
 API = "/api/v1"
-MAX_BYTES = 64 << 20
-"""Number of bytes of the largest request."""
 SILENT_SECONDS = 30.0
 """After so long without a heartbeat the models of a session make room. It comes every 10 s."""
 ABOUT = "model.json"
@@ -46,7 +44,7 @@ class TrainedName:
     session: str
     asked_for: str
     """Name of the base model, as the client wrote it."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] | None
     last_request: float = field(default_factory=time.time)
 
 
@@ -148,7 +146,7 @@ class Frontend:
             check_key(presented, self.served.key, "that of this server")
             given: Any = request
             if request.method == "POST":
-                content = await content_of(request, MAX_BYTES)
+                content = await content_of(request, MAX_REQUEST)
                 if kind is not None:
                     given = content if kind is bytes else kind.model_validate_json(content)
             result = answer(given)
@@ -192,28 +190,25 @@ class Frontend:
     def create_model(self, body: types.CreateModelRequest) -> dict[str, Any]:
         self._check_session(body.session_id)
         self._check_optimizer(body.optimizer_config)
-        self._check_base(body.base_model)
+        base_model = self._check_base(body.base_model)
         self._check_adapter(body.lora_config)
         name = f"{body.session_id}:train:{body.model_seq_id}"
-        about = body.session_id, body.base_model, body.user_metadata
+        model = TrainedName(body.session_id, base_model, body.user_metadata)
         return self._promises.add(
             f"{name}:create",
-            lambda: self._begin(name, *about),
+            lambda: self._begin(name, model),
             lambda _: {"model_id": name, "type": "create_model"},
         )
 
-    def _begin(
-        self, name: str, session: str, base_model: str | None, metadata: dict[str, Any] | None
-    ) -> Future[Any]:
+    def _begin(self, name: str, model: TrainedName) -> Future[Any]:
         """Make room for a model, and begin it."""
         # Requests that wait already come before the model is given up.
         replaced = self._make_room()
         created = self.jobs.add("create", name=name, replaced=replaced)
         for former in replaced:
             del self._models[former]
-        asked_for = base_model or self.served.pretrain
-        self._models[name] = TrainedName(session, asked_for, metadata or {})
-        self._write_about(name)
+        self._models[name] = model
+        self._write_about(name, model)
         return created
 
     def _make_room(self) -> list[str]:
@@ -237,22 +232,23 @@ class Frontend:
             f" silent for {SILENT_SECONDS:g} s, makes room"
         )
 
-    def _write_about(self, name: str) -> None:
+    def _write_about(self, name: str, model: TrainedName) -> None:
         folder = self.served.folder / protocol.folder_of(name)
         folder.mkdir(parents=True, exist_ok=True)
-        model = self._models[name]
         about = {
             "model_id": name,
             "base_model": model.asked_for,
             "lora_rank": self.served.lora_rank,
-            "user_metadata": model.metadata,
+            "user_metadata": model.metadata or {},
         }
         (folder / ABOUT).write_text(json.dumps(about))
 
-    def _check_base(self, base_model: str | None) -> None:
-        wanted = Path(base_model or self.served.pretrain).name.lower()
-        if wanted != self.model_name.lower():
+    def _check_base(self, base_model: str | None) -> str:
+        """Return the base model that is asked for. Raises ValueError for another one."""
+        wanted = base_model or self.served.pretrain
+        if Path(wanted).name.lower() != self.model_name.lower():
             raise ValueError(f"this server has {self.served.pretrain}, not {base_model!r:.200}")
+        return wanted
 
     def _check_adapter(self, config: types.LoraConfig | None) -> None:
         rank = self.served.lora_rank
@@ -372,13 +368,12 @@ class Frontend:
             name = f"{body.session_id}:train:{body.model_seq_id}"
             request_id = f"{name}:create"
             folder = (self.served.folder / tag).parents[1]
-            base_model = body.base_model or self._about(folder)["base_model"]
-            self._check_base(base_model)
-            new = body.session_id, base_model, body.user_metadata
+            base_model = self._check_base(body.base_model or self._about(folder)["base_model"])
+            new = TrainedName(body.session_id, base_model, body.user_metadata)
 
         def begin() -> Future[Any]:
             if new:
-                self._begin(name, *new)
+                self._begin(name, new)
             return self.jobs.add("load", name=name, tag=tag, optimizer=body.optimizer)
 
         return self._promises.add(

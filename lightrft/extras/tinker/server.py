@@ -9,7 +9,7 @@ from loguru import logger
 
 from lightrft.app.run.interruption import SERVER_STOPS, Interruption
 from lightrft.config.sections import ServerSection
-from lightrft.extras.http_server import listener_of_rank_0, start_answering
+from lightrft.extras.http_server import POLL_SECONDS, listener_of_rank_0, start_answering
 from lightrft.extras.tinker.frontend import Frontend
 from lightrft.extras.tinker.promises import Job
 from lightrft.extras.tinker.records import RequestRefused, SamplePrompt
@@ -17,8 +17,6 @@ from lightrft.extras.tinker.worker import TinkerWorker
 from lightrft.strategy.checkpoint.atomic import CheckpointError
 from lightrft.strategy.strategy import StrategyBase
 
-POLL_SECONDS = 0.5
-"""Longest time between two looks of all ranks at signals, while there are no requests."""
 SAMPLE = "sample"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.roles.policy_methods import EVERYTHING
 from lightrft.config.sections import TrainSection
-from lightrft.core.batch import Batch, micro_batches, token_index
+from lightrft.core.batch import micro_batches
 from lightrft.engine.base import NotFiniteError
 from lightrft.engine.requests import Sampling
 from lightrft.extras.tinker.losses import LOSSES
@@ -64,9 +64,7 @@ class TinkerWorker:
         """Write a checkpoint of the model; without `optimizer` it has the weights alone."""
         self.models.take(name)
         self.strategy.save_ckpt(
-            {ACTOR: self._trained(optimizer)},
-            (self.folder / tag).parent,
-            (self.folder / tag).name,
+            *self._checkpoint(tag, optimizer),
             max_num=EVERYTHING,
             max_mem=EVERYTHING,
             client_state={"identity": self.identity},
@@ -92,9 +90,7 @@ class TinkerWorker:
 
     def _load(self, tag: str, *, optimizer: bool) -> None:
         self.strategy.load_ckpt(
-            {ACTOR: self._trained(optimizer)},
-            (self.folder / tag).parent,
-            (self.folder / tag).name,
+            *self._checkpoint(tag, optimizer),
             load_module_only=not optimizer,
             check=self._check_base,
         )
@@ -106,8 +102,11 @@ class TinkerWorker:
         if self.identity["settings"]["lora_rank"] and before != self.identity["weights"]:
             raise RequestRefused(f"{path} has adapters of another model than --pretrain is now")
 
-    def _trained(self, optimizer: bool) -> tuple[Any, ...]:
-        return self.policy.actor, self.policy.optimizer if optimizer else None, None
+    def _checkpoint(self, tag: str, optimizer: bool) -> tuple[dict[str, Any], Path, str]:
+        """Return what a checkpoint has of the actor, its folder and its name."""
+        path = self.folder / tag
+        trained = self.policy.actor, self.policy.optimizer if optimizer else None, None
+        return {ACTOR: trained}, path.parent, path.name
 
     # -- training
 
@@ -150,7 +149,7 @@ class TinkerWorker:
     def _run(
         self, examples: Examples, loss: str, config: dict[str, float], *, learn: bool
     ) -> Outputs:
-        """Compute the loss, and with `learn` the gradients, over all ranks."""
+        """Compute the loss and the log-probs of all ranks, and with `learn` the gradients."""
         data = self.strategy.mesh.data
         train = self.train
         schedule = plan(
@@ -185,26 +184,12 @@ class TinkerWorker:
                 total += share.detach()
                 logprobs.append(values.detach())
 
-        return self._outputs(examples, rows, batch, planned, total, logprobs)
-
-    def _outputs(
-        self,
-        examples: Examples,
-        rows: list[int],
-        batch: Batch,
-        planned: list[list[int]],
-        total: Tensor,
-        logprobs: list[Tensor],
-    ) -> Outputs:
-        """Gather the loss and the log-probs of all ranks."""
-        values = torch.zeros(batch.num_tokens)
-        for members, computed in zip(planned, logprobs, strict=True):
+        by_row: dict[int, Tensor] = {}
+        for members, values in zip(planned, logprobs, strict=True):
             if members:
-                values[token_index(batch.offsets, torch.tensor(members))] = computed.cpu()
-
-        by_row = dict(zip(rows, values.split(batch.lengths.tolist()), strict=True))
-        gathered = self.strategy.mesh.data.gather(by_row)
-        everywhere = {row: value for each in gathered for row, value in each.items()}
+                parts = values.cpu().split(batch.lengths[members].tolist())
+                by_row |= zip([rows[member] for member in members], parts, strict=True)
+        everywhere = {row: value for each in data.gather(by_row) for row, value in each.items()}
         # The first token of a row has no log-prob.
         ordered = [everywhere[row][1:] for row in range(len(examples.lengths))]
         return Outputs(float(self.strategy.all_reduce(total, "sum")), ordered)

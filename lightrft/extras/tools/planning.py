@@ -561,35 +561,26 @@ class Planner:
         if not config.strategy.fsdp_cpu_offload:
             yield "offload_idle", True
         yield from (("ep_size", size) for size in (2, 4, 8) if self.divides_experts(size))
-        sizes = [
-            size
-            for size in (2, 4, 8)
-            if self.ranks % size == 0 and size > config.engine.engine_tp_size
-        ]
-        yield from (("engine_tp_size", size) for size in sizes if self.generates)
+        for size in (2, 4, 8) if self.generates else ():
+            if self.ranks % size == 0 and size > config.engine.engine_tp_size:
+                yield "engine_tp_size", size
 
         tokens = config.train.max_tokens_per_microbatch
         # A micro-batch holds at least one whole sequence.
         while (tokens := tokens // 2) >= self.longest:
             yield "max_tokens_per_microbatch", tokens
         heads = self.sizes.text.num_attention_heads
-        yield from (
-            ("sp_size", size)
-            for size in (2, 4, 8)
-            if size > self.sp and heads % size == 0 and self.training % size == 0
-        )
+        for size in (2, 4, 8):
+            if size > self.sp and heads % size == 0 and self.training % size == 0:
+                yield "sp_size", size
 
     def divides_experts(self, size: int) -> bool:
         """Return whether --ep_size can be raised to this size."""
         text = self.sizes.text
         possible = text.model_type in EXPERT_FAMILIES and self.config.strategy.fsdp
-        return (
-            possible
-            and size > self.ep
-            and self.tp == 1
-            and self.shards % size == 0
-            and num_experts(text) % size == 0
-        )
+        if not possible or self.tp > 1 or size <= self.ep:
+            return False
+        return self.shards % size == 0 and num_experts(text) % size == 0
 
     def fits_with(self, changes: dict[str, Any]) -> bool:
         config = deepcopy(self.config)

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cached_property, partial
 from itertools import islice
 from statistics import fmean, median
@@ -75,24 +75,22 @@ def read_prompts(section: DataSection, num_rows: int) -> list[Prompt]:
     return prompts
 
 
+@dataclass(eq=False)
 class RewardTest:
     """Tests of one reward function."""
 
-    def __init__(
-        self,
-        name: str,
-        prompts: Sequence[Prompt],
-        response_key: str | None = None,
-        *,
-        slow: float = 1.0,
-    ):
+    name: InitVar[str]
+    prompts: InitVar[Sequence[Prompt]]
+    response_key: InitVar[str | None] = None
+    """Column with a right response, for rewards that do not compare with a label."""
+    slow: float = 1.0
+    """Number of seconds that a response may not take."""
+
+    def __post_init__(self, name: str, prompts: Sequence[Prompt], response_key: str | None) -> None:
         """Import the function and find right and wrong responses.
 
-        `response_key` is a column with a right response, for rewards that do not compare with a
-        label. `slow` is the number of seconds that a response may not take. Raise ConfigError for a
-        function that cannot be called with the columns.
+        Raise ConfigError for a function that cannot be called with the columns.
         """
-        self.slow = slow
         self._columns = [deepcopy(prompt.columns) for prompt in prompts]
         self.runner = RewardRunner(name, section=RewardSection(reward_workers=0))
         self.runner.check(prompts)

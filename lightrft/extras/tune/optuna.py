@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import InitVar, asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,40 +27,36 @@ DIGITS = 3
 """Significant digits of a number between the ends of a range."""
 
 
+@dataclass(eq=False)
 class Study:
     """Trials of one question."""
 
-    def __init__(
-        self,
-        folder: Path,
-        question: Mapping[str, Any],
-        parameters: Sequence[Parameter],
-        *,
-        minimize: bool,
-        seed: int,
-    ):
+    folder: Path
+    question: Mapping[str, Any]
+    parameters: Sequence[Parameter]
+    minimize: InitVar[bool]
+    seed: int
+
+    def __post_init__(self, minimize: bool) -> None:
         """Open the study in a folder; raise ConfigError if it asks another question."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.folder = folder
-        self.parameters = [*parameters]
-        self.distributions = {each.name: _distribution(each) for each in parameters}
+        self.distributions = {each.name: _distribution(each) for each in self.parameters}
         self.direction = "minimize" if minimize else "maximize"
         self.sign = 1 if minimize else -1
         """Factor that makes a smaller number of a better metric."""
-        self.seed = seed
 
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = folder / "search.yaml"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = self.folder / "search.yaml"
         kept = yaml.safe_load(self.file.read_text()) if self.file.exists() else {}
         # What was asked before decides what the trials in the file mean.
-        self.question = json.loads(json.dumps(question, default=str))
+        self.question = json.loads(json.dumps(self.question, default=str))
         before = kept.get("question", self.question)
         if changed := [
             f"{name} {before.get(name, 'unset')} -> {self.question.get(name, 'unset')}"
             for name in {**before, **self.question}
             if before.get(name, "unset") != self.question.get(name, "unset")
         ]:
-            other = f"{folder} has another search ({'; '.join(changed)})"
+            other = f"{self.folder} has another search ({'; '.join(changed)})"
             raise ConfigError(f"{other}: choose another --out, or repeat the command as it was")
         self.seconds: float = kept.get("seconds", 0.0)
         """Seconds of all calls."""

@@ -93,7 +93,7 @@ class Monitor:
         self.port: int = self._listening.getsockname()[1]
         self._began = time.monotonic()
         self._failure: dict[str, Any] | None = None
-        self._echo: tuple[float, dict[str, Any]] | None = None
+        self._echo: tuple[float, str, dict[str, Any]] | None = None
         self._phase_of_rank_0: str | None = None
         """Phase to report to the others; None once they know it."""
         self.closing = threading.Event()
@@ -206,26 +206,19 @@ class Monitor:
 
     def _failed(self, status: RankStatus, report: dict[str, Any]) -> None:
         # An echo is an error that another rank caused, so the monitor waits for that rank first.
-        failure = {
-            "root": status.rank,
-            "code": report["code"],
-            "brief": report["brief"],
-            "cause": f"{status.name} failed {when(status.phase)}: {report['error']}",
-        }
+        cause = f"{status.name} failed {when(status.phase)}: {report['error']}"
+        failure = {"root": status.rank, "code": report["code"], "brief": report["brief"]}
         if not report["echo"]:
-            self._end(**failure)
+            self._end(cause, **failure)
         elif self._echo is None:
-            self._echo = time.monotonic() + REPORT_SECONDS, failure
+            self._echo = time.monotonic() + REPORT_SECONDS, cause, failure
             self._tell_all({"ask": "state"})
 
     def _check(self, now: float) -> None:
         if self._echo and now > self._echo[0]:
-            failure = self._echo[1]
-            failure["cause"] += (
-                "\nNo rank died or failed otherwise."
-                f" {self._report(self._late_in_collectives(), now)}"
-            )
-            self._end(**failure)
+            _, cause, failure = self._echo
+            report = self._report(self._late_in_collectives(), now)
+            self._end(f"{cause}\nNo rank died or failed otherwise. {report}", **failure)
         elif self._longest_wait(now) > self.limit:
             late = self._late_in_collectives()
             headline = (
@@ -311,16 +304,11 @@ class Monitor:
 
         Only the first failure counts.
         """
-        if self._failure is None:
-            node = self.statuses[root].node if root in self.statuses else ""
-            self._failure = {
-                "cause": cause,
-                "root": root,
-                "node": node,
-                "code": code,
-                "brief": brief,
-            }
-            self._tell_all({"failure": self._failure})
+        if self._failure is not None:
+            return
+        node = self.statuses[root].node if root in self.statuses else ""
+        self._failure = {"cause": cause, "root": root, "node": node, "code": code, "brief": brief}
+        self._tell_all({"failure": self._failure})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for rank in sorted(self.statuses, reverse=True):

@@ -18,7 +18,7 @@ versions.py lists the tested versions.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -703,7 +703,7 @@ def _replicate(norm: nn.Module, mesh: DeviceMesh) -> None:
     partial, and FSDP sums it.
     """
     distribute(norm, mesh, weight=Replicate(), bias=Replicate())
-    LocalParameters(norm, gradient=Partial())
+    LocalParameters(norm, gradient=[Partial()])
 
 
 def _split_norm(norm: nn.Module, mesh: DeviceMesh) -> None:
@@ -733,28 +733,23 @@ def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> 
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
 
 
+@dataclass(eq=False)
 class LocalParameters:
     """Forward hooks that let a module compute with this rank's shards of the parameters.
 
     The shards are plain tensors.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        gradient: Placement | None = None,
-        hidden: Collection[str] = (),
-        detached: Collection[str] = (),
-    ):
-        """Register the hooks.
+    module: InitVar[nn.Module]
+    gradient: list[Placement] | None = None
+    """Placement of gradients; None: the parameter's."""
+    hidden: Collection[str] = ()
+    """Parameters that are None."""
+    detached: Collection[str] = ()
+    """Parameters that get no gradient from the module."""
 
-        `gradient` is the placement of gradients, by default the parameter's. Parameters in `hidden`
-        are None, and those in `detached` get no gradient from the module.
-        """
-        self.gradient = None if gradient is None else [gradient]
-        self.hidden = hidden
-        self.detached = detached
+    def __post_init__(self, module: nn.Module) -> None:
+        """Register the hooks."""
         module.register_forward_pre_hook(self.replace)
         module.register_forward_hook(self.restore, always_call=True)
 

@@ -358,41 +358,44 @@ def _pieces(
 
 
 def _of_delta_rule(mixer: nn.Module, layer: nn.Module) -> Iterator[tuple[slice, int, int]]:
-    """Yield the addresses of a convolution over queries, keys and values.
+    """Return the addresses of a convolution over queries, keys and values.
 
     The engines' layers do not say that ranks split each of the three.
     """
-    start = 0
-    full = 0
-    for size in (mixer.key_dim, mixer.key_dim, mixer.value_dim):
-        length = size // layer.tp_size
-        yield slice(start, start + length), full + layer.tp_rank * length, 0
-        start = start + length
-        full = full + size
+    parts = [(size, True) for size in (mixer.key_dim, mixer.key_dim, mixer.value_dim)]
+    return _of_parts(parts, layer.tp_rank, layer.tp_size)
 
 
 def _of_mamba(mixer: nn.Module, layer_name: str) -> Iterator[tuple[slice, int, int]]:
-    """Yield the addresses of a projection or convolution of Mamba 2.
+    """Return the addresses of a projection or convolution of Mamba 2.
 
     Ranks split heads and groups. If they share one group, each has a copy of it. What they split
     comes as often as there are copies then, since every element has to count equally often.
     """
     shared = mixer.in_proj.output_partition_sizes[1:] == []
-    rank = mixer.out_proj.tp_rank
     channels = (mixer.intermediate_size, True)
     group = (mixer.groups_ssm_state_size, not shared)
     heads = (mixer.num_heads, True)
-    regions = {
+    parts = {
         "in_proj": [channels, channels, group, group, heads],
         "conv1d": [channels, group, group],
     }
+    copies = mixer.tp_size if shared else 1
+    return _of_parts(parts[layer_name], mixer.out_proj.tp_rank, mixer.tp_size, copies=copies)
 
+
+def _of_parts(
+    parts: list[tuple[int, bool]], rank: int, num_ranks: int, *, copies: int = 1
+) -> Iterator[tuple[slice, int, int]]:
+    """Yield the addresses of parts end to end, given their sizes and whether ranks split them.
+
+    Each rank has a part of `size` / ranks rows. A part that is split comes `copies` times.
+    """
     start = 0
     full = 0
-    for size, is_split in regions[layer_name]:
-        length = size // mixer.tp_size
-        copies = mixer.tp_size if shared and is_split else 1
-        for _ in range(copies):
+    for size, is_split in parts:
+        length = size // num_ranks
+        for _ in range(copies if is_split else 1):
             yield slice(start, start + length), full + rank * length * is_split, 0
         start = start + length
         full = full + (size if is_split else length)
@@ -409,11 +412,8 @@ def _addresses(
         yield from expert_addresses(layer, attribute, shape)
     elif is_a(layer, "VocabParallelEmbedding"):
         shard = layer.shard_indices
-        yield (
-            slice(shard.org_vocab_end_index - shard.org_vocab_start_index),
-            shard.org_vocab_start_index,
-            0,
-        )
+        first = shard.org_vocab_start_index
+        yield slice(shard.org_vocab_end_index - first), first, 0
     elif is_a(layer, "ColumnParallelLinear"):
         start = 0
         full = 0

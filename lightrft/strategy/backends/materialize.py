@@ -106,9 +106,8 @@ class Source:
         model = _model_inside(module)
         quantized = _quantized(model)
         failure = f"{model.name_or_path} could not be loaded"
-        located = []
-        run_on_all_ranks(world, failure, lambda: located.append(_locate(model, quantized)))
-        return cls(model, *located[0], quantized, failure)
+        located = run_on_all_ranks(world, failure, lambda: _locate(model, quantized))
+        return cls(model, *located, quantized, failure)
 
     def fill(self, names: Iterable[str]) -> None:
         """Load this rank's shard of each of these tensors."""

@@ -6,6 +6,7 @@ BitSums also records what a step has read and written, so that two runs can be c
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -284,23 +285,19 @@ def step(optimizer: Optimizer) -> None:
 # -- sums of bits, which show where two runs begin to differ
 
 
+@dataclass(eq=False)
 class BitSums:
     """Sums of the bits of gradients and weights at each step of an optimizer, on the device."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        device: torch.device | str,
-        labels: Mapping[Tensor, str],
-        others: str,
-    ):
-        """Follow an optimizer whose parameters are on `device` while it steps.
+    optimizer: InitVar[Optimizer]
+    device: InitVar[torch.device | str]
+    labels: Mapping[Tensor, str]
+    """Names of the parameters that are summed together; each label has one sum."""
+    others: str
+    """Label of the parameters without one."""
 
-        `labels` names the parameters that are summed together; each label has one sum. Parameters
-        without a label belong to `others`.
-        """
-        self._labels = labels
-        self._others = others
+    def __post_init__(self, optimizer: Optimizer, device: torch.device | str) -> None:
+        """Follow an optimizer whose parameters are on `device` while it steps."""
         self._sums: dict[str, list[tuple[int, str, Tensor]]] = {}
         self._update = 0
         self._stepped: set[Tensor] = set()
@@ -332,7 +329,7 @@ class BitSums:
             for parameter in group["params"]:
                 tensor = parameter.grad if kind == "gradient" else parameter
                 if tensor is not None:
-                    label = self._labels.get(parameter, self._others)
+                    label = self.labels.get(parameter, self.others)
                     tensors.setdefault(label, []).append(tensor)
 
         sums = self._sums.setdefault(kind, [])

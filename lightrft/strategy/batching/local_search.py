@@ -19,28 +19,30 @@ class Limits:
     sequences: int
 
 
+@dataclass(eq=False)
 class LocalSearch:
     """Improves a division into bins by moving and swapping sequences one by one.
 
     Bins b, b + 1, ..., b + ranks - 1 run at the same time.
     """
 
-    def __init__(
-        self,
-        works: np.ndarray,
-        sizes: np.ndarray,
-        bin_of: np.ndarray,
-        num_ranks: int,
-        limits: Limits,
-    ):
-        """Start with the bin, the cost and the size of every sequence, and the limits of a bin."""
-        self.num_ranks = num_ranks
-        self.limits = limits
-        self.count = num_ranks * -(-int(bin_of.max() + 1) // num_ranks)
+    works: np.ndarray
+    """Cost of every sequence."""
+    sizes: np.ndarray
+    """Size of every sequence."""
+    bin_of: np.ndarray
+    """Bin of every sequence."""
+    num_ranks: int
+    limits: Limits
+    """Limits of a bin."""
+
+    def __post_init__(self) -> None:
+        self.count = self.num_ranks * -(-int(self.bin_of.max() + 1) // self.num_ranks)
+        self.real = len(self.works)
         # Each bin gets one empty sequence at the end: a swap with it is a move.
-        self.works, self.sizes = (np.append(column, [0] * self.count) for column in (works, sizes))
-        self.bin_of = np.append(bin_of, range(self.count))
-        self.real = len(works)
+        self.works = np.append(self.works, [0] * self.count)
+        self.sizes = np.append(self.sizes, [0] * self.count)
+        self.bin_of = np.append(self.bin_of, range(self.count))
 
     def bins(self) -> np.ndarray:
         """Return the bin of every sequence."""

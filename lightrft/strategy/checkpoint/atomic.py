@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from torch.distributed.checkpoint import CheckpointException
 
 from lightrft.models.parallel.collectives import Axis
 
+T = TypeVar("T")
 TEMPORARY = ".part"
 OLD = ".old"
 """Suffixes of a folder that is being written, and of one that is being replaced."""
@@ -44,15 +45,15 @@ def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> N
         raise
 
 
-def run_on_all_ranks(world: Axis, summary: str, action: Callable[[], None]) -> None:
-    """Run `action`; if it fails on any rank, every rank raises one CheckpointError.
+def run_on_all_ranks(world: Axis, summary: str, action: Callable[[], T]) -> T:
+    """Run `action` and return its result; if it fails on any rank, all raise one CheckpointError.
 
     The error has the reasons of all ranks.
     """
     cause = None
     reasons = {}
     try:
-        action()
+        result = action()
     except CheckpointException as error:
         # torch's, not a subclass of Exception; it already contains the reasons of all ranks
         cause = error
@@ -68,6 +69,7 @@ def run_on_all_ranks(world: Axis, summary: str, action: Callable[[], None]) -> N
         raise CheckpointError(
             f"{summary}: " + "; ".join(f"rank {rank}: {errors[rank]}" for rank in sorted(errors))
         ) from cause
+    return result
 
 
 def run_on_first(world: Axis, summary: str, action: Callable[[], None]) -> None:
@@ -121,18 +123,12 @@ def replace_file(path: Path, content: bytes) -> None:
     remove(temporary)
     write_file(temporary, content)
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_file(path: Path) -> None:
-    """Sync a file to disk that another library has written."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Sync a file to disk that another library has written, or make names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -157,7 +153,7 @@ def _start(temporary: Path) -> None:
 
 def _publish(temporary: Path, folder: Path) -> None:
     _follow_umask(temporary)
-    sync_folder(temporary)
+    sync(temporary)
 
     # A rename cannot replace a folder that has contents. If the process dies between the two
     # renames, the old folder is still there under another name.
@@ -167,7 +163,7 @@ def _publish(temporary: Path, folder: Path) -> None:
         os.rename(folder, old)
 
     os.rename(temporary, folder)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     remove(old)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightrft.config.errors import ConfigError
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.weight_files import INDEX, INTEGERS, WEIGHT_ENDINGS, WeightFiles
-from lightrft.strategy.checkpoint.atomic import sync_file, write_file, write_folder
+from lightrft.strategy.checkpoint.atomic import sync, write_file, write_folder
 from lightrft.strategy.checkpoint.shard_writer import ShardWriter
 
 FILE_BYTES = 2**31
@@ -73,7 +73,7 @@ def convert(source: Path, folder: Path, *, file_bytes: int = FILE_BYTES) -> Path
             weights = path.suffix == ".safetensors" or path.name in ("config.json", INDEX)
             if path.is_file() and not weights:
                 shutil.copy(path, temporary)
-                sync_file(temporary / path.name)
+                sync(temporary / path.name)
 
     write_folder(folder, world, write_weights, write_rest)
     return folder

@@ -192,11 +192,7 @@ def export_adapter(
         }
         if world.rank == 0:
             save_adapter(model, adapters, temporary)
-            _write_generation(model, temporary)
-            if tokenizer is not None:
-                _write_tokenizer(tokenizer, temporary)
-            for path in temporary.rglob("*"):
-                (atomic.sync_folder if path.is_dir() else atomic.sync_file)(path)
+            _write_beside(model, tokenizer, [], temporary)
 
     atomic.write_folder(folder, world, partial(_check_target, folder, mark=ADAPTER_CONFIG), write)
     return folder
@@ -259,27 +255,26 @@ def _write_rest(
             auto: str(name).rpartition("--")[2] for auto, name in config.auto_map.items()
         }
     config.save_pretrained(temporary)
-    _write_generation(model, temporary)
-    if tokenizer is not None:
-        _write_tokenizer(tokenizer, temporary)
-
-    for file in (*_files_beside(model), *code):
-        shutil.copy(file, temporary)
-    for path in temporary.rglob("*"):
-        (atomic.sync_folder if path.is_dir() else atomic.sync_file)(path)
+    _write_beside(model, tokenizer, [*_files_beside(model), *code], temporary)
 
 
-def _write_tokenizer(tokenizer: Tokenizer, temporary: Path) -> None:
-    for name in LOADING_SETTINGS:
-        tokenizer.init_kwargs.pop(name, None)
-    tokenizer.save_pretrained(temporary)
-
-
-def _write_generation(model: PreTrainedModel, temporary: Path) -> None:
+def _write_beside(
+    model: PreTrainedModel, tokenizer: Tokenizer | None, files: list[Path], temporary: Path
+) -> None:
+    """Write the settings of generation, the tokenizer and copies, and sync all files to disk."""
     if model.can_generate():
         # Published settings may contradict each other, such as a temperature beside greedy
         # decoding. save_pretrained() would refuse to write them.
         model.generation_config.to_json_file(temporary / GENERATION_FILE)
+    if tokenizer is not None:
+        for name in LOADING_SETTINGS:
+            tokenizer.init_kwargs.pop(name, None)
+        tokenizer.save_pretrained(temporary)
+    for file in files:
+        shutil.copy(file, temporary)
+
+    for path in temporary.rglob("*"):
+        atomic.sync(path)
 
 
 def _code_of(model: PreTrainedModel, tokenizer: Tokenizer | None) -> list[Path]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from loguru import logger
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.weight_files import refuse_tensors
@@ -53,6 +54,11 @@ class CheckpointState:
     world: Axis
     device: torch.device
 
+    @property
+    def schedulers(self) -> dict[str, LRScheduler]:
+        """Return the schedules of the models that have one."""
+        return {name: each.scheduler for name, each in self.models.items() if each.scheduler}
+
 
 @dataclass(slots=True)
 class OptionalItems:
@@ -87,11 +93,7 @@ def snapshot(
     files = {_random_file(contents.world.rank): _bytes(_random_states(contents.device))}
     items = {name: item.state_dict() for name, item in contents.items.items()}
     if contents.world.rank == 0:
-        schedulers = {
-            name: model.scheduler.state_dict()
-            for name, model in contents.models.items()
-            if model.scheduler
-        }
+        schedulers = {name: each.state_dict() for name, each in contents.schedulers.items()}
         files |= {
             STATE: json.dumps(state).encode(),
             SCHEDULERS: _bytes(schedulers),
@@ -282,9 +284,7 @@ def _read_small_files(contents: CheckpointState, path: Path) -> None:
     schedulers, items = (
         torch.load(path / name, weights_only=True) for name in (SCHEDULERS, ITEMS_FILE)
     )
-    scheduled = {
-        name: model.scheduler for name, model in contents.models.items() if model.scheduler
-    }
+    scheduled = contents.schedulers
     _check_same(set(scheduled), set(schedulers), "schedule", subset=True)
     _check_same(set(contents.items), set(items), "state")
     for name, scheduler in scheduled.items():

@@ -185,16 +185,15 @@ def newest_intact(root: Path, needs: Kinds, world: Axis) -> tuple[Manifest, Path
 
 def read_intact(path: Path, needs: Kinds, world: Axis) -> tuple[Manifest, Path]:
     """Return the checkpoint at `path`; raise CheckpointError if it is missing or damaged."""
-    manifest: list[Manifest] = []
     summary = f"{path} is not a complete checkpoint"
     try:
-        atomic.run_on_all_ranks(world, summary, lambda: manifest.append(Manifest.read(path)))
+        manifest = atomic.run_on_all_ranks(world, summary, lambda: Manifest.read(path))
     except atomic.CheckpointError as error:
         names = ", ".join(found.name for _, found in reversed(checkpoints(path.parent))) or "none"
         raise atomic.CheckpointError(f"{error}; {path.parent} has {names}") from error
-    if problems := damage(path, manifest[0], needs, world):
+    if problems := damage(path, manifest, needs, world):
         raise atomic.CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
-    return manifest[0], path
+    return manifest, path
 
 
 def next_number(root: Path, *, being_written: Collection[str]) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightrft.models.parallel.collectives import Axis
 from lightrft.models.weight_files import INDEX, WEIGHTS_FILE
-from lightrft.strategy.checkpoint.atomic import naming, sync_file, write_file
+from lightrft.strategy.checkpoint.atomic import naming, sync, write_file
 
 
 class ShardWriter:
@@ -86,7 +86,7 @@ class ShardWriter:
             path = self._path(len(self.files) - 1)
             with self._kept():
                 save_file(tensors, path, metadata={"format": "pt"})
-                sync_file(path)
+                sync(path)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}.tmp"

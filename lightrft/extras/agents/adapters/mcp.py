@@ -64,16 +64,13 @@ class ToolServer:
         """
         try:
             listed = asyncio.run(self._list(seconds))
+            names = [tool.name for tool in listed]
+            if not (names and all(names)):
+                raise ValueError("it lists no tools, or one without a name")
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"two of its tools are named {twice[0]}")
         except Exception as error:  # a server may fail in any way
             raise ValueError(f"--tools mcp:{self.reference}: {error}") from error
-
-        names = [tool.name for tool in listed]
-        if not (names and all(names)):
-            raise ValueError(
-                f"--tools mcp:{self.reference}: it lists no tools, or one without a name"
-            )
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"--tools mcp:{self.reference}: two of its tools are named {twice[0]}")
 
         return {
             tool.name: DescribedTool(

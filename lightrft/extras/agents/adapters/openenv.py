@@ -6,7 +6,6 @@ whether it is the last one, or with an error.
 """
 
 import json
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +13,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from lightrft.extras.agents.endpoint.protocol import EndpointModel
-from lightrft.extras.agents.session import Session
+from lightrft.extras.agents.session import EpisodeProgram, Session
 
 MAX_MESSAGE_BYTES = 100 * 2**20
 """Largest size of a message in bytes."""
@@ -25,9 +24,7 @@ Step = tuple[str, float | None, bool]
 """(Observation that the model reads, reward, True at the end)."""
 
 
-def program(
-    url: str, served: EndpointModel | None
-) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
+def program(url: str, served: EndpointModel | None) -> EpisodeProgram:
     """Return the program whose episodes use the environments of a server."""
     scheme, _, rest = (url if "://" in url else f"http://{url}").partition("://")
     address = f"{scheme.replace('http', 'ws', 1)}://{rest.rstrip('/')}/ws"

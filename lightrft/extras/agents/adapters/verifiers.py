@@ -8,7 +8,6 @@ template, and the parser of tool calls.
 """
 
 import os
-from collections.abc import Awaitable, Callable
 from statistics import fmean
 from typing import Any
 
@@ -19,7 +18,7 @@ from verifiers.v1.utils.loaders import load_environment
 from lightrft.data.verifiers.tasksets import TASK, parse
 from lightrft.extras.agents.endpoint.protocol import EndpointModel
 from lightrft.extras.agents.endpoint.server import serving
-from lightrft.extras.agents.session import Session
+from lightrft.extras.agents.session import EpisodeProgram, Session
 from lightrft.registry import kept_alive
 
 EPISODE_KEY_VARIABLE = "LIGHTRFT_EPISODE_API_KEY"
@@ -32,9 +31,7 @@ ERROR_END = 700
 """Letters at the beginning and at the end of a long error that are reported."""
 
 
-def program(
-    reference: str, served: EndpointModel
-) -> Callable[[Session, dict[str, Any]], Awaitable[float | None]]:
+def program(reference: str, served: EndpointModel) -> EpisodeProgram:
     """Return the program that runs an episode about the task of a row, and returns the reward.
 
     Only one agent can learn: raises ValueError if the model would be several of the environment's

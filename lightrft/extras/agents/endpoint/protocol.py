@@ -106,14 +106,12 @@ def read_options(body: Body, served: EndpointModel) -> dict[str, Any]:
             raise ValueError(f"{name} {body[name]!r:.100} is not possible: {reason}; omit it")
 
     _check_tools(body)
-    if (
-        ends := set(_token_ids(body.get("stop_token_ids") or [], "stop_token_ids"))
-        - served.end_token_ids
-    ):
+    ends = set(_token_ids(body.get("stop_token_ids") or [], "stop_token_ids"))
+    if others := ends - served.end_token_ids:
         where = "of this server, whose flag is --stop_token_ids"
         if served.fixed:
             where = "in this run: add them to --stop_token_ids"
-        raise ValueError(f"stop_token_ids {sorted(ends)} do not end a turn {where}")
+        raise ValueError(f"stop_token_ids {sorted(others)} do not end a turn {where}")
 
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop

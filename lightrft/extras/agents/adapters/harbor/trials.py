@@ -12,14 +12,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 from lightrft.extras.agents.endpoint.protocol import EndpointModel
 from lightrft.extras.agents.endpoint.server import Address, serving
-from lightrft.extras.agents.session import Session
+from lightrft.extras.agents.session import EpisodeProgram, Session
 
 TASK = "task"
 """Column with the folder of a task."""
@@ -31,9 +30,7 @@ ARGUMENTS = {"enable_summarize": "false", "record_terminal_session": "false"}
 """Arguments of the agent unless others are given: a summary would begin another conversation."""
 
 
-def program(
-    reference: str, served: EndpointModel
-) -> Callable[[Session, dict[str, Any]], Awaitable[float | None]]:
+def program(reference: str, served: EndpointModel) -> EpisodeProgram:
     """Return the program that runs a trial of a row's task, and returns the verifier's reward.
 
     Raises ValueError if the program harbor is missing.
