@@ -222,12 +222,8 @@ def _start_of_turn(before: str, text: str) -> int:
 
     The thinking that a generation prompt opens may be missing there, where an answer has none.
     """
-    without = OPENED.sub("", before)
-    starts = (
-        before,
-        before.rstrip() if before.rstrip().endswith(tuple(THINKING)) else before,
-        without,
-    )
+    opened = before.rstrip() if before.rstrip().endswith(tuple(THINKING)) else before
+    starts = (before, opened, OPENED.sub("", before))
     return next((len(start) for start in starts if text.startswith(start)), -1)
 
 

@@ -387,9 +387,15 @@ def row_media(
     """Return the media of a row.
 
     They come from the row's columns, or else from the parts of the messages. Raise ValueError for
-    values that are none.
+    values that are none, and for media that the text names and no flag reads.
     """
     section = context.section
+    for medium, kind in media_files.PART_TYPES.items():
+        name = next((name for name in (medium, kind) if row.get(name)), None)
+        if name and medium not in media_columns(section) and f"<{kind}>" in str(row):
+            raise ValueError(
+                f"<{kind}> stands for the column {name!r}, which is not read: add --{medium}_key {name}"
+            )
     root = Path(section.media_root).expanduser() if section.media_root else None
     location = media_files.MediaLocation(
         context.folder, root, round(section.media_max_mb * 1e6), section.media_urls

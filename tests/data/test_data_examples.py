@@ -18,6 +18,7 @@ from lightrft.config import resolve
 from lightrft.core.samples import Answer, Sample
 from lightrft.data.conversations import load_examples
 from lightrft.data.prompts import load_prompts
+from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import marked_texts
 from lightrft.rewards.functions import rewards
 from tiny import byte_tokenizer
@@ -160,3 +161,12 @@ def test_the_first_row_is_read_as_the_page_says(example, tmp_path):
             samples = [Sample(prompt, 0, [1], [0.0], text, "stop") for text in responses]
             scores = score(samples, label=[label] * len(samples))
             assert scores == [1.0, 0.0] * (len(samples) // 2)
+
+
+@pytest.mark.parametrize("command", ["train_sft", "train_ppo"])
+def test_images_that_no_flag_names_are_not_left_out(command, tmp_path):
+    (example,) = EXAMPLES["geometry3k"]
+    words = example.command.replace("--images_key images", "").replace("train_ppo", command)
+    words = words.replace("--reward math", "") if command == "train_sft" else words
+    with pytest.raises(DataError, match="geometry3k.jsonl:1: <image> .* add --images_key images"):
+        load(replace(example, command=words), tmp_path)
