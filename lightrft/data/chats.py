@@ -199,9 +199,9 @@ def _texts(
         else:
             end = _end_of_turn(template, conversation, turn, text)
 
-        if turns == [len(messages) - 1] and start < len(before):
+        if turn == len(messages) - 1 and start < len(before) and (start >= 0 or not spans):
             if continued := _continued(template, messages, before):
-                return [(before, False), (continued, True)]
+                return [*_cut(before, spans), (continued, True)]
         if not 0 <= start <= end or not contains(text[start:end], answer_pieces(messages[turn])):
             raise ValueError(_disagreement(template, turn, messages))
         empty = None if section.learn_empty_thinking else EMPTY.match(text, start)

@@ -14,6 +14,7 @@ from lightrft.core.samples import Answer
 from lightrft.data.conversations import load_examples, supervised_batch
 from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import consecutive_tokens
+from lightrft.strategy.batching.micro_batches import find_shared_prefixes
 from tiny import EOS, byte_tokenizer
 
 ROLES = "{% for m in messages %}{% if m.role == 'assistant' %}a>"
@@ -227,6 +228,9 @@ def test_examples_of_one_row(tmp_path):
     assert [each.index for each in prompts] == [0, 1, 2, 3]
     assert [each.location[-2:] for each in prompts] == [":1", ":1", ":2", ":2"]
     assert prompts.description[0].endswith("messages; 4 rows")
+    batch = supervised_batch(prompts[:2], [0, 1])
+    shared = find_shared_prefixes(batch.input_ids, batch.lengths)
+    assert shared is not None, "what two of them have in common is computed once"
     assert len(load(tmp_path, row, row, deduplicate="exact", **options)[0]) == 2
     assert len(load(tmp_path, row, row, max_samples=3, **options)[0]) == 3
     stored, _ = load(tmp_path, row, data_cache=str(tmp_path / "cache"), **options)
