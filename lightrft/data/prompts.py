@@ -390,9 +390,10 @@ def row_media(
     values that are none, and for media that the text names and no flag reads.
     """
     section = context.section
-    for medium, kind in media_files.PART_TYPES.items():
+    for medium in media_files.PART_TYPES.keys() - media_columns(section):
+        kind = media_files.PART_TYPES[medium]
         name = next((name for name in (medium, kind) if row.get(name)), None)
-        if name and medium not in media_columns(section) and f"<{kind}>" in str(row):
+        if name and f"<{kind}>" in str(row):
             raise ValueError(
                 f"<{kind}> stands for the column {name!r}, which is not read: add --{medium}_key {name}"
             )
