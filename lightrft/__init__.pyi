@@ -133,6 +133,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """For process reward models: text that ends each step of an answer except the last. It is part of the step, and the score of the step is at its last token."""
     learned_turns: Literal['all', 'last']
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    expand_turns: bool
+    """SFT and --pretrain_data train on each turn of the assistant as the last one of an example of its own, which ends with it, for chat templates that write earlier turns differently, such as without their thinking."""
     learn_empty_thinking: bool
     """Train on an empty thinking that a chat template writes before an answer. Without it an answer to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal['stop', 'skip']
@@ -711,6 +713,8 @@ class TrainSftFlags(TypedDict, total=False):
     """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and report their number: exact compares texts as they are, whitespace ignores differences in the white space between words."""
     learned_turns: Literal['all', 'last']
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    expand_turns: bool
+    """SFT and --pretrain_data train on each turn of the assistant as the last one of an example of its own, which ends with it, for chat templates that write earlier turns differently, such as without their thinking."""
     learn_empty_thinking: bool
     """Train on an empty thinking that a chat template writes before an answer. Without it an answer to a row without thoughts teaches nothing about thinking."""
     bad_rows: Literal['stop', 'skip']

@@ -766,6 +766,13 @@ def test_sft_asks_nothing_about_rollouts():
     )
 
 
+def test_each_turn_or_the_last_one():
+    each_turn = ("--apply_chat_template", "--expand_turns", "--learned_turns", "last")
+    assert "--expand_turns does not support --learned_turns last, which leaves out" in problems(
+        *RUNNABLE, *each_turn, command="train_sft"
+    )
+
+
 def test_sft_computes_the_loss_of_one_held_out_set():
     assert "train_sft computes the loss of one set" in problems(
         *RUNNABLE, "--eval_data=gsm8k=x", command="train_sft"
@@ -1129,7 +1136,7 @@ def test_field_names_are_unique_over_all_sections():
 
 
 def test_the_number_of_knobs_stays_in_hand():
-    assert len(section_of_field()) <= 317
+    assert len(section_of_field()) <= 318
 
 
 def test_commands_read_sections_that_exist():

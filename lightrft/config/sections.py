@@ -300,6 +300,14 @@ class DataSection(Section, commands=EVALUATED):
     )
     """Turns of the assistant that SFT and --pretrain_data train on in a conversation: all, or the
     last one. A turn with `weight`, `train` or `loss` 0 is not learned."""
+    expand_turns: bool = option(
+        False,
+        needs={"train_sft": CHAT_TEMPLATE, "train_ppo": "--pretrain_data"},
+        commands=(*PPO, "train_sft"),
+    )
+    """SFT and --pretrain_data train on each turn of the assistant as the last one of an example of
+    its own, which ends with it, for chat templates that write earlier turns differently, such as
+    without their thinking."""
     learn_empty_thinking: bool = option(True, needs="--pretrain_data", commands=POLICY_TRAINING)
     """Train on an empty thinking that a chat template writes before an answer. Without it an answer
     to a row without thoughts teaches nothing about thinking."""

@@ -18,7 +18,14 @@ from lightrft.data.rendering.messages import (
     is_blank,
     weight_of,
 )
-from lightrft.data.rendering.template import WORD, ChatTemplate, answer_pieces, contains, texts_of
+from lightrft.data.rendering.template import (
+    WORD,
+    ChatTemplate,
+    answer_pieces,
+    contains,
+    rejection,
+    texts_of,
+)
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 
 Text = tuple[str, bool]
@@ -106,7 +113,8 @@ def conversation_tokens(
     """
     conversation = conversation.for_template(template)
     messages = conversation.messages
-    turns = _learned_turns(messages, 1 if section.learned_turns == "last" else num_turns)
+    only_last = section.learned_turns == "last" or section.expand_turns
+    turns = _learned_turns(messages, 1 if only_last else num_turns)
     texts = _texts(template, conversation, turns, section)
 
     token_ids: list[int] = []
@@ -191,13 +199,13 @@ def _texts(
         else:
             end = _end_of_turn(template, conversation, turn, text)
 
-        if 0 <= start <= end and contains(text[start:end], answer_pieces(messages[turn])):
-            empty = None if section.learn_empty_thinking else EMPTY.match(text, start)
-            spans.append((empty.end() if empty else start, end))
-        elif turns == [len(messages) - 1]:
-            return [(before, False), (_continued(template, messages, before), True)]
-        else:
-            raise ValueError(_disagreement(turn, messages))
+        if turn == len(messages) - 1 and start < len(before) and (start >= 0 or not spans):
+            if continued := _continued(template, messages, before):
+                return [*_cut(before, spans), (continued, True)]
+        if not 0 <= start <= end or not contains(text[start:end], answer_pieces(messages[turn])):
+            raise ValueError(_disagreement(template, turn, messages))
+        empty = None if section.learn_empty_thinking else EMPTY.match(text, start)
+        spans.append((empty.end() if empty else start, end))
 
         if turn == len(messages) - 1 and start < len(before) and not marks:
             template.warn(
@@ -214,12 +222,8 @@ def _start_of_turn(before: str, text: str) -> int:
 
     The thinking that a generation prompt opens may be missing there, where an answer has none.
     """
-    without = OPENED.sub("", before)
-    starts = (
-        before,
-        before.rstrip() if before.rstrip().endswith(tuple(THINKING)) else before,
-        without,
-    )
+    opened = before.rstrip() if before.rstrip().endswith(tuple(THINKING)) else before
+    starts = (before, opened, OPENED.sub("", before))
     return next((len(start) for start in starts if text.startswith(start)), -1)
 
 
@@ -247,9 +251,7 @@ def _marks(template: ChatTemplate, conversation: Conversation) -> dict[int, Span
             **tokenizer.special_tokens_map | variables,
         )
     except Exception as error:  # a template is a program and raises its own errors
-        raise ValueError(
-            f"the chat template rejects it ({type(error).__name__}: {error})"
-        ) from error
+        raise rejection(error) from error
 
     spans: list[Span] = []
     for start, end in marks:
@@ -314,31 +316,37 @@ def _with_closing(text: str, end: int, template: ChatTemplate) -> int:
 
 
 def _continued(template: ChatTemplate, messages: list[Message], before: str) -> str:
-    """Return the last answer as it follows the generation prompt.
+    """Return the last answer as it follows a generation prompt that opens its thinking.
 
-    The template cuts the thinking. Raise ValueError if the answer does not continue the generation
-    prompt.
+    The template cuts the thinking. Empty if the answer has none, or the prompt opens none.
     """
     answer = "".join(texts_of(messages[-1])).strip()
     begin = next((begin for begin in THINKING if before.rstrip().endswith(begin)), "")
     if not begin or THINKING[begin] not in answer or messages[-1].get("tool_calls"):
-        raise ValueError(_disagreement(len(messages) - 1, messages))
-    return answer.removeprefix(begin).lstrip("\n") + template.closing.last
+        return ""
+    opened = before[before.rindex(begin) :]
+    return answer.removeprefix(opened).removeprefix(begin) + template.closing.last
 
 
-def _disagreement(turn: int, messages: Sequence[Message]) -> str:
+def _disagreement(template: ChatTemplate, turn: int, messages: Sequence[Message]) -> str:
+    where = f"message {turn + 1} of {len(messages)}"
+    if not template.thoughts and any(messages[turn].get(name) for name in THOUGHTS):
+        return (
+            f"the chat template leaves out the thinking of {where}: use a template that writes it,"
+            f" write it into the text of the answer, or remove it ({', '.join(THOUGHTS)})"
+        )
+
     if any(map(is_answer, messages[turn + 1 :])):
         return (
-            f"the chat template renders the answer in message {turn + 1} of {len(messages)}"
-            " differently when other messages follow, for example without its thinking; use"
-            " --learned_turns last to train only on the last answer, or use one row for each"
-            " answer"
+            f"the chat template renders the answer in {where} differently when other messages"
+            " follow, for example without its thinking; use --learned_turns last to train only on"
+            " the last answer, or in SFT --expand_turns for an example of each answer"
         )
 
     return (
-        f"the chat template does not render the answer in message {turn + 1} of {len(messages)}"
-        " after its generation prompt; use a template that does, or one that marks answers with"
-        " {% generation %}, or set --chat_template_kwargs"
+        f"the chat template does not render the answer in {where} after its generation prompt; use"
+        " a template that does, or one that marks answers with {% generation %}, or set"
+        " --chat_template_kwargs"
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightrft.config.sections import DataSection
 from lightrft.core.batch import Batch
 from lightrft.core.samples import Answer, Expand, Expanded, Prompt, TokenIds
 from lightrft.data.chats import conversation_tokens
@@ -18,8 +19,8 @@ from lightrft.data.prompts import (
     row_media,
     with_media_tokens,
 )
-from lightrft.data.rendering.forms import learned
-from lightrft.data.rendering.messages import Message, is_answer, is_blank
+from lightrft.data.rendering.forms import EARLIER, learned
+from lightrft.data.rendering.messages import Message, is_answer, is_blank, weight_of
 from lightrft.data.rendering.template import chat_template
 from lightrft.data.rendering.tokens import consecutive_tokens, without_ends
 
@@ -40,7 +41,27 @@ def make_example(context: RowContext, row: dict[str, Any]) -> Prompt:
     return learned_example(context, row, reading.prompt, answer)
 
 
-load_examples = partial(load_prompts, make=make_example, read=learned)
+def row_of_each_turn(section: DataSection, row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each turn that is learned, which ends with it; without --expand_turns the row.
+
+    A chat template then renders each turn as the model saw it when it was the last one.
+    """
+    if not section.expand_turns:
+        return [row]
+    reading = learned(section, row)
+    (messages,) = reading.answers or (reading.prompt,)
+    if not isinstance(messages, list):
+        return [row]
+
+    name = (reading.names or reading.columns)[-1]
+    # The messages of a whole conversation begin with the earlier turns.
+    changed = row if reading.answers else row | {EARLIER: None}
+    turns = enumerate(messages, 1)
+    ends = [end for end, turn in turns if is_answer(turn) and weight_of(turn) is not False]
+    return [changed | {name: messages[:end]} for end in ends] or [row]
+
+
+load_examples = partial(load_prompts, make=make_example, read=learned, parts=row_of_each_turn)
 """Function that loads prompts with answers, as load_prompts() does; rows without are bad rows."""
 
 

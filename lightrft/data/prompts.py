@@ -68,6 +68,8 @@ class RowContext:
 
 Make = Callable[[RowContext, dict[str, Any]], Prompt]
 """make_prompt(), or another function with its signature."""
+Parts = Callable[[DataSection, dict[str, Any]], list[dict[str, Any]]]
+"""Function that returns the rows that a row is read as, such as row_of_each_turn()."""
 
 
 def load_prompts(
@@ -79,6 +81,7 @@ def load_prompts(
     measure: MediaTokenCounter | None = None,
     make: Make | None = None,
     read: Read | None = None,
+    parts: Parts | None = None,
     distinguishing: str | None = None,
     requirements: Any = None,
     keep_input: bool = False,
@@ -88,12 +91,12 @@ def load_prompts(
 
     They are in file order, and several data sets follow one another. Rows without a prompt are bad
     rows, and so are prompts longer than `prompt_max_len` tokens. `measure` returns the tokens that
-    media add to the length; `make` is make_prompt() by default, and `read` tells what a row means
-    to it, for the log. With `data_cache` they are stored in a file. It is used again unless
-    `requirements` changes, a JSON value that determines `row_problem` and `measure`.
-    `distinguishing` is a column for PromptSet.examples. With `keep_input` the prompt of a row, a
-    text or messages, is also a column, INPUT. With answers of more than `longest` tokens, the
-    prompt's included, a row is a bad row.
+    media add to the length; `make` is make_prompt() by default, `read` tells what a row means to
+    it, for the log, and `parts` returns the rows that it is read as. With `data_cache` they are
+    stored in a file. It is used again unless `requirements` changes, a JSON value that determines
+    `row_problem` and `measure`. `distinguishing` is a column for PromptSet.examples. With
+    `keep_input` the prompt of a row, a text or messages, is also a column, INPUT. With answers of
+    more than `longest` tokens, the prompt's included, a row is a bad row.
     """
     if longest is not None:
         row_problem = partial(too_long, longest=longest)
@@ -117,7 +120,7 @@ def load_prompts(
     duplicates = Duplicates(mode, None if make is None else tokenizer.decode)
     read = scored if make is None else read
     description: list[str] = []
-    shared = (read, row_problem, duplicates, count(), keep_input, description)
+    shared = (read, parts, row_problem, duplicates, count(), keep_input, description)
     streams = [
         _Rows(context, source, name, make or make_prompt, *shared).usable() for name in names
     ]
@@ -187,6 +190,7 @@ class _Rows:
     name: str
     make: Make
     read: Read | None
+    parts: Parts | None
     row_problem: RowProblem | None
     duplicates: Duplicates
     numbers: Iterator[int]
@@ -246,17 +250,21 @@ class _Rows:
         for location, row in read_rows(self.name, split, bad):
             try:
                 row = plain_row(row, leave=media_columns(self.section).values())
-                prompt = self.make(context, row)
+                parts = self.parts(self.section, row) if self.parts else [row]
+                prompts = [self.make(context, part) for part in parts]
             except (ValueError, RecursionError) as error:
                 bad.add(location, str(error))
                 continue
 
-            self._note(row, prompt, location)
-            problem = self.row_problem(prompt) if self.row_problem else None
-            if problem := problem or (storing_problem(prompt) if self.section.data_cache else None):
-                bad.add(location, problem)
-            else:
-                yield location, prompt
+            for part, prompt in zip(parts, prompts, strict=True):
+                self._note(part, prompt, location)
+                problem = self.row_problem(prompt) if self.row_problem else None
+                if not problem and self.section.data_cache:
+                    problem = storing_problem(prompt)
+                if problem:
+                    bad.add(location, problem)
+                else:
+                    yield location, prompt
 
     def _note(self, row: dict[str, Any], prompt: Prompt, location: str) -> None:
         """Note how a row is understood, and give its prompt the column INPUT if that is wanted."""
@@ -379,9 +387,16 @@ def row_media(
     """Return the media of a row.
 
     They come from the row's columns, or else from the parts of the messages. Raise ValueError for
-    values that are none.
+    values that are none, and for media that the text names and no flag reads.
     """
     section = context.section
+    for medium in media_files.PART_TYPES.keys() - media_columns(section):
+        kind = media_files.PART_TYPES[medium]
+        name = next((name for name in (medium, kind) if row.get(name)), None)
+        if name and f"<{kind}>" in str(row):
+            raise ValueError(
+                f"<{kind}> stands for the column {name!r}, which is not read: add --{medium}_key {name}"
+            )
     root = Path(section.media_root).expanduser() if section.media_root else None
     location = media_files.MediaLocation(
         context.folder, root, round(section.media_max_mb * 1e6), section.media_urls

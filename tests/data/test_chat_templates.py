@@ -5,10 +5,7 @@ Each goes from row to prompt, learned answer and agent's turn.
 
 import json
 import re
-from functools import cache
 from importlib import import_module
-from importlib.metadata import files
-from pathlib import Path
 
 import pytest
 from loguru import logger
@@ -20,24 +17,14 @@ from lightrft.data.preferences import pair_maker
 from lightrft.data.prompts import RowContext, make_prompt
 from lightrft.data.rendering.messages import as_messages, clean_message
 from lightrft.data.rendering.template import turn_end_ids
-from tiny import byte_tokenizer
+from trl_templates import NEEDS_PARTS, SECTION, SHIPPED, SPECIAL, THOUGHT, tokenizer, turn
 
-SHIPPED = {
-    Path(file).stem: file
-    for file in files("trl") or ()
-    if file.parent.name == "chat_templates" and file.suffix == ".jinja"
-}
-SPECIAL = re.compile(r"<[|｜][^<>\s]*[|｜]>|<\|\w+>|<\w+\|>|<(?:start|end)_of_\w+>|</?s>")
-"""Special tokens in the source of a template."""
+pytestmark = pytest.mark.skipif(not SHIPPED, reason="TRL, which has the templates, is missing")
+
 QUESTION = "What is 6+1?"
 THIRD = "And 7+1?"
 ANSWER = "It is 7."
 OTHER = "It is 8."
-THOUGHT = "<think>\nSix and one.\n</think>\n\n"
-
-
-def turn(role: str, content, **others) -> dict:
-    return {"role": role, "content": content} | others
 
 
 def parts(text: str) -> list[dict]:
@@ -56,22 +43,6 @@ PROMPTS = {
     "nulls": [turn("user", QUESTION, tool_calls=None, name=None, **{"from": None})],
     "JSON text": json.dumps([turn("user", QUESTION)]),
 }
-
-
-@cache
-def tokenizer(name: str):
-    """A byte tokenizer with the special tokens that the template writes."""
-    made = byte_tokenizer()
-    made.chat_template = SHIPPED[name].read_text(encoding="utf-8")
-    made.add_special_tokens(
-        {"additional_special_tokens": sorted(set(SPECIAL.findall(made.chat_template)))}
-    )
-    return made
-
-
-SECTION = DataSection(apply_chat_template=True, prompt_max_len=100_000)
-NEEDS_PARTS = ("idefics3", "llava_next", "smolvlm")
-"""Templates that take only lists of parts."""
 
 
 def asked(name: str, value, section: DataSection = SECTION, **columns) -> Prompt:

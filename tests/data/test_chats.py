@@ -14,6 +14,7 @@ from lightrft.core.samples import Answer
 from lightrft.data.conversations import load_examples, supervised_batch
 from lightrft.data.readers import DataError
 from lightrft.data.rendering.tokens import consecutive_tokens
+from lightrft.strategy.batching.micro_batches import find_shared_prefixes
 from tiny import EOS, byte_tokenizer
 
 ROLES = "{% for m in messages %}{% if m.role == 'assistant' %}a>"
@@ -166,7 +167,7 @@ def test_a_template_that_renders_earlier_answers_differently(tmp_path):
         DataError,
         match=(
             "chat.jsonl:1: .*in message 2 of 4 differently when other messages"
-            " follow.*--learned_turns last"
+            " follow.*--learned_turns last .*--expand_turns"
         ),
     ):
         load(tmp_path, row, template=FORGETS)
@@ -175,6 +176,74 @@ def test_a_template_that_renders_earlier_answers_differently(tmp_path):
         "u>1;a>2$\nu>3;a>[t/4$]"
     ]
     assert shown(tmp_path, {"messages": row["messages"][:2]}, template=FORGETS) == ["u>1;a>[t/2$]"]
+
+
+FORGOTTEN = [("user", "1"), ("assistant", "t/2"), ("user", "3"), ("assistant", "t/4")]
+FIRST, SECOND = "u>1;a>[t/2$]", "u>1;a>2$\nu>3;a>[t/4$]"
+WEIGHTED = messages(*FORGOTTEN)
+EXPANDED = {
+    "a conversation": ({"messages": messages(*FORGOTTEN)}, [FIRST, SECOND]),
+    "JSON": ({"messages": json.dumps(messages(*FORGOTTEN))}, [FIRST, SECOND]),
+    "ShareGPT": (
+        {
+            "conversations": [
+                {"from": {"user": "human"}.get(role, "gpt"), "value": text}
+                for role, text in FORGOTTEN
+            ]
+        },
+        [FIRST, SECOND],
+    ),
+    "an answer of several turns": (
+        {"prompt": "1", "completion": messages(*FORGOTTEN[1:])},
+        [FIRST, SECOND],
+    ),
+    "a prompt with turns": ({"prompt": messages(*FORGOTTEN[:3]), "completion": "t/4"}, [SECOND]),
+    "earlier turns in a column of their own": (
+        {"history": [["1", "t/2"]], "prompt": messages(*FORGOTTEN[2:])},
+        [FIRST, SECOND],
+    ),
+    "texts": ({"input": "1", "label": "t/2"}, [FIRST]),
+    "a turn that is not learned": (
+        {"messages": [WEIGHTED[0], WEIGHTED[1] | {"weight": 0}, *WEIGHTED[2:]]},
+        [SECOND],
+    ),
+    "a last turn that is not learned": (
+        {"messages": [*WEIGHTED[:3], WEIGHTED[3] | {"train": False}]},
+        [FIRST],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", EXPANDED)
+def test_each_turn_is_an_example_that_ends_with_it(tmp_path, form):
+    row, expected = EXPANDED[form]
+    assert shown(tmp_path, row, template=FORGETS, expand_turns=True) == expected
+
+
+def test_examples_of_one_row(tmp_path):
+    """They have the row's place, and each is a row of its own for whatever counts rows."""
+    row = {"messages": messages(*FORGOTTEN)}
+    options = {"template": FORGETS, "expand_turns": True}
+    prompts, _ = load(tmp_path, row, row, **options)
+    assert [each.index for each in prompts] == [0, 1, 2, 3]
+    assert [each.location[-2:] for each in prompts] == [":1", ":1", ":2", ":2"]
+    assert prompts.description[0].endswith("messages; 4 rows")
+    batch = supervised_batch(prompts[:2], [0, 1])
+    shared = find_shared_prefixes(batch.input_ids, batch.lengths)
+    assert shared is not None, "what two of them have in common is computed once"
+    assert len(load(tmp_path, row, row, deduplicate="exact", **options)[0]) == 2
+    assert len(load(tmp_path, row, row, max_samples=3, **options)[0]) == 3
+    stored, _ = load(tmp_path, row, data_cache=str(tmp_path / "cache"), **options)
+    assert [each.token_ids for each in stored] == [each.token_ids for each in prompts[:2]]
+    again, _ = load(
+        tmp_path, row, data_cache=str(tmp_path / "cache"), template=FORGETS, learned_turns="last"
+    )
+    assert len(again) == 1
+
+    skipped, _ = load(tmp_path, row, longest=14, bad_rows="skip", **options)
+    assert len(skipped) == 1
+    with pytest.raises(DataError, match="chat.jsonl:1: no turn is learned"):
+        load(tmp_path, {"messages": [WEIGHTED[0], WEIGHTED[1] | {"weight": 0}]}, **options)
 
 
 def test_a_template_whose_generation_prompt_does_not_begin_its_answers(tmp_path):

@@ -330,7 +330,7 @@ NOT_LEARNED = {
     "thinking": (
         [ASK, turn("assistant", "A", reasoning_content="Because.")],
         CHAT,
-        "does not render the answer",
+        "leaves out the thinking of message 2 of 2",
     ),
     "cut thinking": (
         [ASK, turn("assistant", "<think>T</think>A"), ASK, turn("assistant", "B")],

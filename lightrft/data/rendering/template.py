@@ -340,9 +340,7 @@ class ChatTemplate:
                 list(messages), tokenize=False, add_generation_prompt=answer_follows, **variables
             )
         except Exception as error:  # a template is a program and raises its own errors
-            raise ValueError(
-                f"the chat template rejects it ({type(error).__name__}: {error})"
-            ) from error
+            raise rejection(error) from error
 
     def _formed(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
@@ -375,7 +373,8 @@ class ChatTemplate:
             tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text
         ]:
             raise ValueError(
-                f"the chat template does not describe the tool {missing[0]} to the model"
+                f"the chat template does not describe the tool {missing[0]} to the model: use a"
+                " template that does, or rows without tools"
             )
 
         # Templates cut the thinking from earlier turns on purpose, so answers are not searched for.
@@ -408,8 +407,17 @@ class ChatTemplate:
                 if call["function"]["name"] not in text:
                     raise ValueError(
                         f"the chat template leaves out the tool calls of message {number} of"
-                        f" {len(messages)}"
+                        f" {len(messages)}: use a template that writes them; some write only the"
+                        " first call of a turn"
                     )
+
+
+def rejection(error: Exception) -> ValueError:
+    """Return the error of a row that a template rejects."""
+    return ValueError(
+        f"the chat template rejects it ({type(error).__name__}: {error}); change the row, or use"
+        " another template"
+    )
 
 
 def texts_of(message: Message) -> list[str]:
@@ -464,7 +472,7 @@ def _left_out(messages: Sequence[Message], number: int) -> str:
     hint = "" if role in ("user", "assistant") else "; it may not know this role"
     return (
         f"the chat template leaves out the text of message {number} of {len(messages)}, of role"
-        f" {role!r}{hint}"
+        f" {role!r}{hint}: use a template that writes it, or remove the message"
     )
 
 
