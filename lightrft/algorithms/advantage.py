@@ -22,8 +22,8 @@ from lightrft.core.advantages import (
     to_rows,
 )
 from lightrft.core.batch import Batch
-from lightrft.core.groups import RIGHT
 from lightrft.core.losses import Sum
+from lightrft.core.samples import RIGHT
 from lightrft.registry import Registry
 
 estimators = Registry("advantage estimator", flag="--advantage_estimator")

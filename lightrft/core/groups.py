@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from lightrft.core.metrics import Metrics
-from lightrft.core.samples import Prompt, Sample
+from lightrft.core.samples import RIGHT, Prompt, Sample
 from lightrft.core.strategy import DataRanks
 
-RIGHT = 0.5
-"""A sample solves the prompt when the reward is above this threshold."""
 SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
 """Names of the buckets of a group's share of right samples: 0, up to 25 %, up to 50 %, up to 75 %,
 below 100 %, and 100 %."""

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import Any, NamedTuple, Self, cast
 
+RIGHT = 0.5
+"""A sample solves the prompt when the reward is above this threshold."""
+
 
 class TokenIds(array):
     """Token ids in 4 bytes each, where a list takes up to 40.

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lightrft.app.observe.sinks import read_rows
 from lightrft.config.values import read_object
 from scripts.bench.harness import parser_of, write_measured
 
@@ -30,8 +31,8 @@ def main() -> None:
     options = arguments()
     names = ["Seed", "After the warm-up", *(f"Round {n + 1}" for n in range(ROUNDS)), "GRPO"]
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    for seed in options.seeds:
-        folder = Path(options.out) / f"seed{seed}"
+    folders = [Path(options.out) / f"seed{seed}" for seed in options.seeds]
+    for seed, folder in zip(options.seeds, folders, strict=True):
         if not (folder / "summary.json").exists():
             call(f"quickstart --seed {seed} --out {folder}")
         rounds = [curated(folder, number, seed) for number in range(ROUNDS)]
@@ -39,6 +40,8 @@ def main() -> None:
         cells = [before, *rounds, after]
         lines.append(f"| {seed} | " + " | ".join(cells) + " |")
 
+    steps = [sum(steps_of(path) for path in folder.glob("round?")) for folder in folders]
+    lines += ["", f"The rounds took {' and '.join(map(str, steps))} optimizer steps, GRPO 150."]
     text = "\n".join(lines)
     print(text)
     if options.write:
@@ -55,7 +58,9 @@ def curated(folder: Path, number: int, seed: int) -> str:
             f" --max_eval_samples {PROMPTS} --eval_n_samples {RESPONSES - 1} --seed {seed + number}"
             f" --save_path {sampled}"
         )
-        call(f"curate {sampled} --rate 0.05..0.95 --per_prompt 2 --deduplicate --write {rows}.jsonl")
+        call(
+            f"curate {sampled} --rate 0.05..0.95 --per_prompt 2 --deduplicate --write {rows}.jsonl"
+        )
         call(
             f"train_sft --fsdp --dp_replicate 0 --pretrain {model} --prompt_data {rows}.jsonl"
             f" --prompt_max_len 8 --train_batch_size 64 --num_episodes 2 --learning_rate 1e-3"
@@ -75,6 +80,11 @@ def accuracy(folder: Path) -> str:
     found = read_object(folder / "evaluation.json")
     low, middle, high = (found[f"accuracy{end}"] for end in ("_low", "", "_high"))
     return f"{middle:.0%} ({low:.0%} to {high:.0%})"
+
+
+def steps_of(folder: Path) -> int:
+    """Return the number of steps of a run."""
+    return int(read_rows(folder / "metrics.jsonl")[-1]["step"])
 
 
 def call(command: str) -> None:

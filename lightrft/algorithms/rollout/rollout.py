@@ -23,13 +23,13 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.extras import LEDGER_SCHEDULER
 from lightrft.config.sections import RolloutSection
 from lightrft.core.engine import derived_seed
-from lightrft.core.groups import RIGHT, Group
+from lightrft.core.groups import Group
 from lightrft.core.metrics import Metrics
 from lightrft.core.order import fair_owners
 from lightrft.core.rewards import Rewards
 from lightrft.core.rollout import NextPrompts, Rollout
 from lightrft.core.sampler import PendingRequest, RolloutLoop
-from lightrft.core.samples import Prompt
+from lightrft.core.samples import RIGHT, Prompt
 from lightrft.registry import Registry
 
 schedulers = Registry("scheduler", flag="--scheduler")

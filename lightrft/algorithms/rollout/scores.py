@@ -13,7 +13,8 @@ from typing import NamedTuple, Self
 import torch
 
 from lightrft.algorithms.advantage import share_of_draws
-from lightrft.core.groups import RIGHT, Group
+from lightrft.core.groups import Group
+from lightrft.core.samples import RIGHT
 
 Z = 1.959963984540054
 """97.5 % quantile of the normal distribution, for intervals of 95 %."""

@@ -17,9 +17,7 @@ from lightrft.app.run.run import Run
 from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer import build_data
 from lightrft.app.trainer.base import TrainingData
-from lightrft.app.trainer.build import held_out_sets
 from lightrft.app.trainer.build_roles import build_policy, build_reward_model
-from lightrft.app.trainer.held_out import measure_sets
 from lightrft.app.trainer.supervised import SupervisedTrainer, Task
 from lightrft.app.trainer.tasks.dpo import DPOTask
 from lightrft.app.trainer.tasks.kto import term_of_answers
@@ -124,6 +122,10 @@ def supervised_trainer(command: str, config: Config, strategy: StrategyBase) -> 
     role, task, training_data = SUPERVISED_TASKS[command](build_data.load_run(merged, strategy))
     answer = None
     if generated is not None:
+        # Only these runs need what generates and scores.
+        from lightrft.app.trainer.build import held_out_sets
+        from lightrft.app.trainer.held_out import measure_sets
+
         sets, sampler = held_out_sets(generated, strategy, role.module)
         answer = partial(measure_sets, strategy, config.train.seed, sets, sampler)
 

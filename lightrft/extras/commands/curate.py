@@ -20,7 +20,7 @@ from loguru import logger
 
 from lightrft.app.cli import command_parser
 from lightrft.app.run.logs import set_up_logging
-from lightrft.core.groups import RIGHT
+from lightrft.core.samples import RIGHT
 
 FILES = ("responses.jsonl", "samples.jsonl")
 """Responses of an evaluation, and samples of a run."""

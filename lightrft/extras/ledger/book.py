@@ -12,9 +12,8 @@ from typing import Any
 
 from lightrft.app.observe.sinks import Writer
 from lightrft.config.sections import Config
-from lightrft.core.groups import RIGHT
 from lightrft.core.metrics import Metrics
-from lightrft.core.samples import Prompt, Sample
+from lightrft.core.samples import RIGHT, Prompt, Sample
 from lightrft.extras.ledger.answers import answer_reader, labels_of
 from lightrft.extras.ledger.records import LEDGER_FILE, Draw
 from lightrft.models.parallel.mesh import Mesh
