@@ -29,7 +29,7 @@ def advice(config: Config, command: str, flags: Sequence[str]) -> Iterator[str]:
     words = shlex.join(["lightrft", "tune", command, *flags])
     yield f"    {words} --over learning_rate={low:.1e}..{high:.1e}:log"
     if command in PPO:  # the others do not measure it
-        yield from batches(config)
+        yield from batches(Path(config.train.save_path))
 
 
 def rates(config: Config, command: str) -> list[tuple[float, str]]:
@@ -52,9 +52,9 @@ def rates(config: Config, command: str) -> list[tuple[float, str]]:
     return found
 
 
-def batches(config: Config) -> Iterator[str]:
-    """Yield what the noise of the gradient says, if the run in --save_path measured it."""
-    history = read_history(Path(config.train.save_path) / "metrics.jsonl")
+def batches(folder: Path) -> Iterator[str]:
+    """Yield what the noise of the gradient says about the batch, if the run in a folder measured it."""
+    history = read_history(folder / "metrics.jsonl")
     noise = {}
     for name in ("signal_to_noise", "scale", "prompts", "samples"):
         values = [value for _, value in history.get(f"noise/{name}", ()) if value is not None]

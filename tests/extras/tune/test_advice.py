@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lightrft.config import Config
+from lightrft.extras.commands.debug.diagnose import main as diagnose
 from lightrft.extras.tune.advice import advice
 
 
@@ -79,6 +80,19 @@ def test_the_batch_is_the_measured_noise_scale(tmp_path):
     assert "--measure_noise 10" in advised(tmp_path, "train_ppo")[-1]
     for command in ("train_sft", "train_dpo"):  # which do not measure it
         assert "measure_noise" not in "".join(advised(tmp_path, command, noise=noise))
+
+
+def test_diagnose_says_it_too(tmp_path, capsys):
+    noise = {"noise/scale": 300.0, "noise/signal_to_noise": 0.2}
+    for measured in ({}, noise):
+        rows = [{"step": step, "rollout/reward": step / 40, **measured} for step in range(30)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(SystemExit):
+            diagnose([str(tmp_path)])
+        said = capsys.readouterr().out
+        assert ("--train_batch_size 256: the noise scale was 300 samples." in said) == bool(
+            measured
+        )
 
 
 def test_a_noise_without_a_signal_is_no_batch(tmp_path):

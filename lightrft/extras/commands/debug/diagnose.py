@@ -2,6 +2,8 @@
 others, each with the numbers that show it and the flag to change.
 
 lightrft diagnose runs/quickstart
+
+If the run had --measure_noise, it also says which batch the noise of the gradient suggests.
 """
 
 import sys
@@ -13,6 +15,7 @@ from lightrft.app.cli import command_parser
 from lightrft.app.observe.curves import read_history
 from lightrft.app.observe.symptoms import SYMPTOM_STEPS, find_symptoms
 from lightrft.app.run.logs import set_up_logging
+from lightrft.extras.tune.advice import batches
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,4 +35,7 @@ def main(argv: list[str] | None = None) -> None:
         console.print(f"    {escape(symptom.advice)}")
     if not symptoms:
         console.print(f"{folder}: no symptom in {num_steps} steps")
+    if "noise/signal_to_noise" in history:
+        for sentence in batches(folder):
+            console.print(escape(sentence))
     sys.exit(int(bool(symptoms)))
