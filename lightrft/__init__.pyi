@@ -66,7 +66,7 @@ class TrainPpoFlags(TypedDict, total=False):
     prompt_split: str | Path
     """Split of the training data."""
     eval_data: Rows
-    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
+    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets with the name of a benchmark, such as gsm8k, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
     pretrain_data: Rows
@@ -658,7 +658,7 @@ class TrainSftFlags(TypedDict, total=False):
     prompt_split: str | Path
     """Split of the training data."""
     eval_data: Rows
-    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
+    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets with the name of a benchmark, such as gsm8k, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
     input_key: str | Path | None
@@ -913,7 +913,7 @@ class TrainRmFlags(TypedDict, total=False):
     prompt_split: str | Path
     """Split of the training data."""
     eval_data: Rows
-    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
+    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets with the name of a benchmark, such as gsm8k, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
     input_key: str | Path | None
@@ -1172,7 +1172,7 @@ class TrainPrmFlags(TypedDict, total=False):
     prompt_split: str | Path
     """Split of the training data."""
     eval_data: Rows
-    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
+    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets with the name of a benchmark, such as gsm8k, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
     input_key: str | Path | None
@@ -1421,7 +1421,7 @@ class TrainDpoFlags(TypedDict, total=False):
     prompt_split: str | Path
     """Split of the training data."""
     eval_data: Rows
-    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
+    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets with the name of a benchmark, such as gsm8k, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
     input_key: str | Path | None
@@ -1690,7 +1690,7 @@ class TrainKtoFlags(TypedDict, total=False):
     prompt_split: str | Path
     """Split of the training data."""
     eval_data: Rows
-    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
+    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a list in YAML. Sets with the name of a benchmark, such as gsm8k, or NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str | Path
     """Split of the held-out data."""
     input_key: str | Path | None

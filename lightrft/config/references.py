@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from lightrft.config.tables import table
 from lightrft.config.values import nearest
 
 REWARD_MODELS = ("reward_pretrain", "process_reward_pretrain")
@@ -284,7 +285,7 @@ def report_names(text: str) -> list[str]:
     return names
 
 
-BENCHMARKS = ("gsm8k", "math500", "aime", "gpqa")
+BENCHMARKS = tuple(table("data/benchmarks"))
 """Formats of --eval_data that set the columns, the instruction and the verifier."""
 NAMED_SET = re.compile(r"(?P<name>[A-Za-z][\w.-]*)(?::(?P<benchmark>\w+))?=(?P<source>.+)")
 

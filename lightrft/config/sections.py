@@ -198,7 +198,7 @@ class DataSection(Section, commands=EVALUATED):
     eval_data: CommaSeparated = CommaSeparated("")
     """Held-out data in the same form, for --eval_steps and the end of the run; empty: no
     evaluation. Several sets with numbers of their own are NAME=SOURCE, separated by commas or a
-    list in YAML. Sets called gsm8k, math500, aime or gpqa, or NAME:BENCHMARK=SOURCE, have the
+    list in YAML. Sets with the name of a benchmark, such as gsm8k, or NAME:BENCHMARK=SOURCE, have the
     benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str = option("test", needs="--eval_data")
     """Split of the held-out data."""

@@ -5,6 +5,7 @@ the form that the verifier reads. The names are used in --eval_data.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,8 +18,9 @@ from lightrft.data.prompts import RowContext, make_prompt
 
 INPUT_FORM = "input"
 LABEL = "label"
-"""Columns that a benchmark adds to the rows: the prompt and the right answer."""
-LETTERS = "ABCD"
+TESTS = "tests"
+"""Columns that a benchmark adds to the rows: the prompt, and the right answer or tests of it."""
+LETTERS = "ABCDEFGHIJ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,12 @@ class Benchmark:
 
     def make(self, context: RowContext, row: dict[str, Any]) -> Prompt:
         """Build a prompt from a row, as make_prompt() does."""
-        question, answer = self.read(row)
+        try:
+            question, answer = self.read(row)
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"it has other columns than the benchmark: {error!r}") from error
         text = f"{question}\n\n{self.instruction}"
-        return make_prompt(context, row | {INPUT_FORM: text, LABEL: answer})
+        return make_prompt(context, row | {INPUT_FORM: text, LABEL: answer, TESTS: answer})
 
 
 def with_benchmark_columns(section: DataSection) -> DataSection:
@@ -80,30 +85,93 @@ def _aime(row: dict[str, Any]) -> tuple[str, str]:
     return _text(row, "problem", "Problem"), str(int(answer))
 
 
+def _math(row: dict[str, Any]) -> tuple[str, str]:
+    _, mark, rest = _text(row, "solution").rpartition("\\boxed")
+    if not mark:
+        raise ValueError("the solution has no \\boxed{answer}")
+    return _text(row, "problem"), mark + rest
+
+
 def _gpqa(row: dict[str, Any]) -> tuple[str, str]:
+    names = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
+    return _shuffled(_text(row, "Question"), *(_text(row, name) for name in names))
+
+
+def _truthfulqa(row: dict[str, Any]) -> tuple[str, str]:
+    targets = row["mc1_targets"]
+    right, *wrong = sorted(
+        targets["choices"], key=lambda each: not targets["labels"][targets["choices"].index(each)]
+    )
+    return _shuffled(_text(row, "question"), right, *wrong[: len(LETTERS) - 1])
+
+
+def _mmlu(row: dict[str, Any]) -> tuple[str, str]:
+    options = row["options" if "options" in row else "choices"]
+    answer = row["answer"]
+    index = LETTERS.index(answer) if isinstance(answer, str) else answer
+    return _listed(_text(row, "question"), options, index)
+
+
+def _arc(row: dict[str, Any]) -> tuple[str, str]:
+    choices = row["choices"]
+    index = choices["label"].index(_text(row, "answerKey"))
+    return _listed(_text(row, "question"), choices["text"], index)
+
+
+def _humaneval(row: dict[str, Any]) -> tuple[str, str]:
+    tests = f"{_text(row, 'test')}\n\ncheck({_text(row, 'entry_point')})"
+    return f"Complete this function:\n\n```python\n{_text(row, 'prompt')}\n```", tests
+
+
+def _mbpp(row: dict[str, Any]) -> tuple[str, str]:
+    imports = row.get("test_imports", row.get("test_setup_code", ""))
+    texts = [*([imports] if isinstance(imports, str) else imports), *row["test_list"]]
+    examples = "\n".join(row["test_list"])
+    tests = json.dumps([text for text in texts if text])
+    return f"{_text(row, 'prompt', 'text')}\n\nIt must pass:\n\n{examples}", tests
+
+
+def _shuffled(question: str, right: str, *wrong: str) -> tuple[str, str]:
     """Return the question with the options, and the letter of the right one.
 
     The options are ordered by a hash of each with the question: the same order in every run, on any
     rank, for any other rows.
     """
-    question = _text(row, "Question")
-    right = _text(row, "Correct Answer")
-    options = [right, *(_text(row, f"Incorrect Answer {number}") for number in (1, 2, 3))]
-    if options.count(right) > 1:
+    if right in wrong:
         raise ValueError("an incorrect answer equals the correct one")
+    options = [right, *wrong]
     options.sort(key=lambda option: hashlib.sha256(f"{question}\n{option}".encode()).digest())
+    return _listed(question, options, options.index(right))
+
+
+def _listed(question: str, options: list[str], index: int) -> tuple[str, str]:
+    """Return the question with the options as they are ordered, and the letter of the right one."""
+    if not 0 <= index < len(options) <= len(LETTERS):
+        raise ValueError(
+            f"option {index} of {len(options)}, of at most {len(LETTERS)}, is no answer"
+        )
     listed = "\n".join(
-        f"({letter}) {option}" for letter, option in zip(LETTERS, options, strict=True)
+        f"({letter}) {option}" for letter, option in zip(LETTERS, options, strict=False)
     )
-    return f"{question}\n\n{listed}", LETTERS[options.index(right)]
+    return f"{question}\n\n{listed}", LETTERS[index]
 
 
-READERS = {"gsm8k": _gsm8k, "math500": _math500, "aime": _aime, "gpqa": _gpqa}
+READERS = {
+    "gsm8k": _gsm8k,
+    "gsm_symbolic": _gsm8k,
+    "math500": _math500,
+    "amc": _math500,
+    "hendrycks_math": _math,
+    "aime": _aime,
+    "gpqa": _gpqa,
+    "truthfulqa": _truthfulqa,
+    "mmlu": _mmlu,
+    "mmlu_pro": _mmlu,
+    "arc": _arc,
+    "humaneval": _humaneval,
+    "mbpp": _mbpp,
+}
 benchmarks = {
     name: Benchmark(READERS[name], **details) for name, details in table("data/benchmarks").items()
 }
-"""Name of a format -> the benchmark.
-
-GSM8K has the columns question and answer; MATH-500 problem and answer; AIME problem and answer, or
-Problem and Answer; GPQA Question, Correct Answer and Incorrect Answer 1 to 3.
-"""
+"""Name of a format -> the benchmark; docs/evaluation.md has its columns."""

@@ -38,6 +38,60 @@ ROWS = {
         "Incorrect Answer 3": "sodium",
         "Record ID": "rec1",
     },
+    "gsm_symbolic": {
+        "id": 0,
+        "instance": 3,
+        "question": "Ivo has 31 nuts and eats 12. How many are left?",
+        "answer": "31 - 12 = 19\n#### 19",
+        "original_question": "Ana has 9 nuts and eats 2. How many are left?",
+    },
+    "amc": {"id": 0, "problem": "What is $3!$ plus 1?", "answer": 7.0, "url": "none"},
+    "hendrycks_math": {
+        "problem": "Simplify $\\frac{2}{6}$.",
+        "level": "Level 1",
+        "type": "Algebra",
+        "solution": "Not \\boxed{\\frac{2}{6}}, but $\\boxed{\\frac{1}{3}}$.",
+    },
+    "truthfulqa": {
+        "question": "What falls from a cloud of rain?",
+        "mc1_targets": {"choices": ["frogs", "water", "milk"], "labels": [0, 1, 0]},
+        "mc2_targets": {"choices": ["frogs", "water"], "labels": [0, 1]},
+    },
+    "mmlu": {
+        "question": "Which number is even?",
+        "subject": "elementary_mathematics",
+        "choices": ["1", "3", "4", "5"],
+        "answer": 2,
+    },
+    "mmlu_pro": {
+        "question_id": 70,
+        "question": "Which number is prime?",
+        "options": ["1", "4", "6", "8", "9", "10", "12", "14", "11", "15"],
+        "answer": "I",
+        "answer_index": 8,
+        "category": "math",
+    },
+    "arc": {
+        "id": "q1",
+        "question": "What do plants need?",
+        "choices": {"text": ["sand", "light", "salt"], "label": ["1", "2", "3"]},
+        "answerKey": "2",
+    },
+    "humaneval": {
+        "task_id": "Own/0",
+        "prompt": 'def twice(x: int) -> int:\n    """Return twice the number."""\n',
+        "canonical_solution": "    return 2 * x\n",
+        "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(2) == 4\n"
+        "    assert candidate(-1) == -2\n",
+        "entry_point": "twice",
+    },
+    "mbpp": {
+        "task_id": 1,
+        "prompt": "Write a function that returns the larger of two numbers.",
+        "code": "def larger(a, b):\n    return max(a, b)",
+        "test_imports": [],
+        "test_list": ["assert larger(1, 2) == 2", "assert larger(5, -3) == 5"],
+    },
 }
 ANSWERS = {
     "gsm8k": (
@@ -55,6 +109,21 @@ ANSWERS = {
     "gpqa": (
         ["Answer: {right}", "so (A) is wrong.\nAnswer: {right}"],
         ["Answer: {wrong}", "Answer: {right} or {wrong}", "neon"],
+    ),
+    "gsm_symbolic": (["#### 19"], ["#### 7", "none"]),
+    "amc": (["\\boxed{7}", "\\boxed{7.0}"], ["\\boxed{8}"]),
+    "hendrycks_math": (["\\boxed{\\frac13}", "\\boxed{1/3}"], ["\\boxed{0.3}", "\\frac{1}{6}"]),
+    "truthfulqa": (["Answer: {right}"], ["Answer: {wrong}", "water"]),
+    "mmlu": (["Answer: C", "\\boxed{C}"], ["Answer: B", "4"]),
+    "mmlu_pro": (["Answer: I"], ["Answer: J", "eleven"]),
+    "arc": (["Answer: B"], ["Answer: 2 and 3", "Answer: C"]),
+    "humaneval": (
+        ["```python\ndef twice(x):\n    return x + x\n```", "def twice(x: int):\n    return x * 2"],
+        ["```python\ndef twice(x):\n    return x ** 2\n```", "return 2 * x"],
+    ),
+    "mbpp": (
+        ["```python\nlarger = max\n```", "def larger(a, b):\n    return a if a > b else b"],
+        ["```python\ndef larger(a, b):\n    return b\n```", "max"],
     ),
 }
 """Responses that are right, and responses that are wrong."""
@@ -95,12 +164,18 @@ def test_every_format_has_a_row_here():
 def test_the_verifier_tells_right_from_wrong(name, load):
     (prompt,) = load(name, ROWS[name])
     label = prompt.columns["label"]
-    letters = {"right": label, "wrong": "ABCD"["ABCD".index(label) - 1]} if name == "gpqa" else {}
+    letters = {}
+    if name in ("gpqa", "truthfulqa"):
+        letters = {
+            "right": label,
+            "wrong": "ABC"["ABC".index(label) - 1] if label in "ABC" else "A",
+        }
     texts = [
         text.format(**letters) if letters else text for group in ANSWERS[name] for text in group
     ]
     samples = [Sample(prompt, 0, [1], [0.0], text, "stop") for text in texts]
-    found = rewards[benchmarks[name].reward](samples, label=[label] * len(samples))
+    columns = {"label": [label] * len(samples), "tests": [label] * len(samples)}
+    found = rewards[benchmarks[name].reward](samples, **columns)
     assert found == [1.0] * len(ANSWERS[name][0]) + [0.0] * len(ANSWERS[name][1])
 
 
@@ -135,6 +210,13 @@ def test_options_are_shuffled_alike_whatever_the_other_rows_are(load):
         ("gsm8k", {"question": None}, "no column 'question' with a text; it has question, answer"),
         ("math500", {"answer": " "}, "no column 'answer' with a text"),
         ("aime", {"Answer": "1/2"}, "the answer '1/2' is not an integer from 0 to 999"),
+        ("hendrycks_math", {"solution": "It is 1/3."}, "the solution has no \\boxed{answer}"),
+        ("mmlu", {"answer": 4}, "option 4 of 4, of at most 10, is no answer"),
+        ("mmlu", {"choices": None}, "it has other columns than the benchmark: TypeError"),
+        ("mmlu_pro", {"answer": "none"}, "substring not found"),
+        ("arc", {"answerKey": "D"}, "'D' is not in list"),
+        ("humaneval", {"test": ""}, "no column 'test' with a text"),
+        ("mbpp", {"test_list": 5}, "it has other columns than the benchmark: TypeError"),
         ("gpqa", {"Incorrect Answer 2": "neon"}, "an incorrect answer equals the correct one"),
         ("gpqa", {"Incorrect Answer 3": ""}, "no column 'Incorrect Answer 3' with a text"),
     ],
