@@ -45,6 +45,10 @@ class TrainPpoFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    lora_rank_pattern: str | dict[str, Any]
+    """Other ranks of some layers, by names or ends of names, as JSON: {'down_proj': 4}."""
+    lora_alpha_pattern: str | dict[str, Any]
+    """Other values of lora_alpha for some layers, in the same form."""
     rslora: bool
     """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
     lora_init: Literal['kaiming', 'gaussian']
@@ -635,6 +639,10 @@ class TrainSftFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    lora_rank_pattern: str | dict[str, Any]
+    """Other ranks of some layers, by names or ends of names, as JSON: {'down_proj': 4}."""
+    lora_alpha_pattern: str | dict[str, Any]
+    """Other values of lora_alpha for some layers, in the same form."""
     rslora: bool
     """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
     lora_init: Literal['kaiming', 'gaussian']
@@ -890,6 +898,10 @@ class TrainRmFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    lora_rank_pattern: str | dict[str, Any]
+    """Other ranks of some layers, by names or ends of names, as JSON: {'down_proj': 4}."""
+    lora_alpha_pattern: str | dict[str, Any]
+    """Other values of lora_alpha for some layers, in the same form."""
     rslora: bool
     """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
     lora_init: Literal['kaiming', 'gaussian']
@@ -1149,6 +1161,10 @@ class TrainPrmFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    lora_rank_pattern: str | dict[str, Any]
+    """Other ranks of some layers, by names or ends of names, as JSON: {'down_proj': 4}."""
+    lora_alpha_pattern: str | dict[str, Any]
+    """Other values of lora_alpha for some layers, in the same form."""
     rslora: bool
     """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
     lora_init: Literal['kaiming', 'gaussian']
@@ -1398,6 +1414,10 @@ class TrainDpoFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    lora_rank_pattern: str | dict[str, Any]
+    """Other ranks of some layers, by names or ends of names, as JSON: {'down_proj': 4}."""
+    lora_alpha_pattern: str | dict[str, Any]
+    """Other values of lora_alpha for some layers, in the same form."""
     rslora: bool
     """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
     lora_init: Literal['kaiming', 'gaussian']
@@ -1667,6 +1687,10 @@ class TrainKtoFlags(TypedDict, total=False):
     """Train low-rank adapters (LoRA) of this rank while the model stays frozen; 0: train the model itself."""
     lora_alpha: float
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    lora_rank_pattern: str | dict[str, Any]
+    """Other ranks of some layers, by names or ends of names, as JSON: {'down_proj': 4}."""
+    lora_alpha_pattern: str | dict[str, Any]
+    """Other values of lora_alpha for some layers, in the same form."""
     rslora: bool
     """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv 2312.03732)."""
     lora_init: Literal['kaiming', 'gaussian']

@@ -154,6 +154,10 @@ class ModelSection(Section, commands=LEARNING):
     itself."""
     lora_alpha: float = option(16.0, POSITIVE, needs="--lora_rank")
     """Scale of the adapters: the output is multiplied by lora_alpha / lora_rank."""
+    lora_rank_pattern: JSONObject = option(JSONObject(""), needs="--lora_rank")
+    """Other ranks of some layers, by names or ends of names, as JSON: {"down_proj": 4}."""
+    lora_alpha_pattern: JSONObject = option(JSONObject(""), needs="--lora_rank")
+    """Other values of lora_alpha for some layers, in the same form."""
     rslora: bool = option(False, needs="--lora_rank")
     """Multiply by lora_alpha / sqrt(lora_rank) instead, so that larger ranks learn as fast (arXiv
     2312.03732)."""

@@ -35,6 +35,7 @@ BASE = ".base_layer.weight"
 FACTOR_A = f".lora_A.{ADAPTER}.weight"
 FACTOR_B = f".lora_B.{ADAPTER}.weight"
 ALL_LINEAR = "all-linear"
+PATTERNS = ("lora_rank_pattern", "lora_alpha_pattern")
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -107,11 +108,15 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
         quantize_layers(model, torch.bfloat16 if section.bf16 else torch.float32)
 
     from peft import LoraConfig, TaskType, inject_adapter_in_model
+    from peft.utils.other import get_pattern_key
 
     targets = section.target_modules
+    patterns = {name: read_pattern(section, name) for name in PATTERNS}
     settings = LoraConfig(
         r=section.lora_rank,
         lora_alpha=section.lora_alpha,
+        rank_pattern=patterns["lora_rank_pattern"],
+        alpha_pattern=patterns["lora_alpha_pattern"],
         use_rslora=section.rslora,
         lora_dropout=section.lora_dropout,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
@@ -127,6 +132,14 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
             inject_adapter_in_model(settings, model, ADAPTER, low_cpu_mem_usage=True)
         except ValueError as error:
             raise ConfigError(f"--target_modules {' '.join(targets)}: {error}") from error
+        used = {
+            get_pattern_key(pattern, layer)
+            for pattern in patterns.values()
+            for layer in adapted_layers(model)
+        }
+        for name, pattern in patterns.items():
+            if unused := pattern.keys() - used:
+                raise ConfigError(f"--{name}: no layer with an adapter is called {min(unused)!r}")
         # The model may be empty, but adapters are drawn at once, so that all ranks draw the same.
         for layer in adapted_layers(model).values():
             layer.lora_A.to_empty(device="cpu")
@@ -137,6 +150,23 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
     if not model.can_generate():
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad or not is_backbone(model, name))
+
+
+def read_pattern(section: ModelSection, flag: str) -> dict[str, float]:
+    """Return the numbers by layer of --lora_rank_pattern or --lora_alpha_pattern.
+
+    Raise ConfigError for a key that is no regular expression, and a value that is no such number.
+    """
+    pattern = json.loads(getattr(section, flag) or "{}")
+    kinds, kind = (int, "rank") if flag == "lora_rank_pattern" else (int | float, "number")
+    for name, value in pattern.items():
+        if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+            raise ConfigError(f"--{flag}: {value!r} of {name!r} is no {kind} above 0")
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise ConfigError(f"--{flag}: {name!r} is no regular expression: {error}") from error
+    return pattern
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -333,6 +333,22 @@ def test_a_prefix_gets_no_adapters(folder):
             ),
         ),
         ({"freeze_prefix": ["model", "lm_head"]}, "freezes all parameters"),
+        (
+            {"lora_rank": 4, "lora_rank_pattern": '{"q_proj": 2, "query": 8}'},
+            "--lora_rank_pattern: no layer with an adapter is called 'query'",
+        ),
+        (
+            {"lora_rank": 4, "lora_rank_pattern": '{"q_proj": 1.5}'},
+            "--lora_rank_pattern: 1.5 of 'q_proj' is no rank above 0",
+        ),
+        (
+            {"lora_rank": 4, "lora_alpha_pattern": '{"q_proj": true}'},
+            "--lora_alpha_pattern: True of 'q_proj' is no number above 0",
+        ),
+        (
+            {"lora_rank": 4, "lora_alpha_pattern": '{"*proj": 1}'},
+            "--lora_alpha_pattern: '*proj' is no regular expression: nothing to repeat",
+        ),
         ({"lora_rank": 4, "target_modules": ["query"]}, "--target_modules query: Target modules"),
         (
             {"lora_rank": 4, "target_modules": ["lm_head"]},

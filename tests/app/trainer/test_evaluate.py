@@ -223,10 +223,7 @@ def test_forms_of_held_out_data(text, sources):
     [
         ("a=x,y.jsonl", "--eval_data y.jsonl: name every set, as NAME=SOURCE, or none"),
         ("a=x,a=y", "--eval_data: two sets are called a"),
-        (
-            "a:gsm9k=x",
-            "--eval_data a:gsm9k: unknown format; did you mean gsm8k? (choices: gsm8k, ",
-        ),
+        ("a:gsm9k=x", "--eval_data a:gsm9k: unknown format; did you mean gsm8k? (choices: gsm8k, "),
     ],
 )
 def test_forms_that_are_errors(text, message):
