@@ -537,6 +537,8 @@ class TrainPpoFlags(TypedDict, total=False):
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
+    save_minutes: float | None
+    """Write a checkpoint also after the step in which so many minutes since the last one have passed, for machines that may vanish; unset: by steps alone."""
     max_ckpt_num: int
     """Maximum number of checkpoints to keep."""
     max_ckpt_mem: float
@@ -821,6 +823,8 @@ class TrainSftFlags(TypedDict, total=False):
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
+    save_minutes: float | None
+    """Write a checkpoint also after the step in which so many minutes since the last one have passed, for machines that may vanish; unset: by steps alone."""
     max_ckpt_num: int
     """Maximum number of checkpoints to keep."""
     max_ckpt_mem: float
@@ -1088,6 +1092,8 @@ class TrainRmFlags(TypedDict, total=False):
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
+    save_minutes: float | None
+    """Write a checkpoint also after the step in which so many minutes since the last one have passed, for machines that may vanish; unset: by steps alone."""
     max_ckpt_num: int
     """Maximum number of checkpoints to keep."""
     max_ckpt_mem: float
@@ -1341,6 +1347,8 @@ class TrainPrmFlags(TypedDict, total=False):
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
+    save_minutes: float | None
+    """Write a checkpoint also after the step in which so many minutes since the last one have passed, for machines that may vanish; unset: by steps alone."""
     max_ckpt_num: int
     """Maximum number of checkpoints to keep."""
     max_ckpt_mem: float
@@ -1610,6 +1618,8 @@ class TrainDpoFlags(TypedDict, total=False):
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
+    save_minutes: float | None
+    """Write a checkpoint also after the step in which so many minutes since the last one have passed, for machines that may vanish; unset: by steps alone."""
     max_ckpt_num: int
     """Maximum number of checkpoints to keep."""
     max_ckpt_mem: float
@@ -1875,6 +1885,8 @@ class TrainKtoFlags(TypedDict, total=False):
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int
     """Number of steps between checkpoints; -1: no checkpoints."""
+    save_minutes: float | None
+    """Write a checkpoint also after the step in which so many minutes since the last one have passed, for machines that may vanish; unset: by steps alone."""
     max_ckpt_num: int
     """Maximum number of checkpoints to keep."""
     max_ckpt_mem: float

@@ -57,7 +57,7 @@ SCORING = (*SAMPLING, "serve_reward")
 EVERY = (*TRAINING, *SERVERS, "evaluate")
 """Commands that read a section or a field."""
 
-CHECKPOINTS = "--save_steps or --load_checkpoint"
+CHECKPOINTS = "--save_steps, --save_minutes or --load_checkpoint"
 CRITIC = "--advantage_estimator ppo or gae"
 EPISODES = "--environment, --agent or --tools"
 MEDIA = "--images_key, --videos_key or --audios_key"
@@ -1115,6 +1115,9 @@ class TrainSection(Section, commands=TRAINING):
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int = -1
     """Number of steps between checkpoints; -1: no checkpoints."""
+    save_minutes: float | None = option(None, MINUTES)
+    """Write a checkpoint also after the step in which so many minutes since the last one have
+    passed, for machines that may vanish; unset: by steps alone."""
     max_ckpt_num: int = option(3, COUNT, needs=CHECKPOINTS)
     """Maximum number of checkpoints to keep."""
     max_ckpt_mem: float = option(1000.0, NOT_NEGATIVE, needs=CHECKPOINTS)

@@ -102,7 +102,7 @@ def _engine(config: Config, world_size: int) -> str:
 
 def _checkpoints(config: Config) -> list[str]:
     """Return a line for a run that writes no checkpoints, because a crash then costs all steps."""
-    if config.train.save_steps > 0 or config.train.load_checkpoint:
+    if config.train.save_steps > 0 or config.train.save_minutes or config.train.load_checkpoint:
         return []
     return [
         "checkpoints: none unless Ctrl-C or SIGTERM stops the run; --save_steps N writes one after"

@@ -271,7 +271,8 @@ class Trainer(ABC):
 
     def _loop(self) -> None:
         train = self.config.train
-        saves = train.save_steps > 0 or train.load_checkpoint
+        saves = train.save_steps > 0 or train.save_minutes or train.load_checkpoint
+        saved_at = time.monotonic()
         for number in range(self.done + 1, self.total_steps + 1):
             record = self.step(number)
             digests = None if self.digests is None else self.digests.of_rank(record)
@@ -287,11 +288,16 @@ class Trainer(ABC):
 
             self._report(number, last)
             # Ranks wait for each other in each collective, so both travel in one.
-            of_ranks = self.strategy.mesh.world.gather((self.interruption.received, digests))
-            signals, digests_of_ranks = zip(*of_ranks, strict=True)
+            minutes = (time.monotonic() - saved_at) / 60
+            overdue = train.save_minutes is not None and minutes >= train.save_minutes
+            states = (self.interruption.received, digests, overdue)
+            of_ranks = self.strategy.mesh.world.gather(states)
+            signals, digests_of_ranks, overdue_of_ranks = zip(*of_ranks, strict=True)
             if self.digests is not None:
                 self.digests.write(number, digests_of_ranks)
-            if saves and (last or train.save_steps > 0 and number % train.save_steps == 0):
+            due = train.save_steps > 0 and number % train.save_steps == 0
+            if saves and (last or due or any(overdue_of_ranks)):
+                saved_at = time.monotonic()
                 with self.trace.phase("checkpoint", idle=True):
                     self.save()
                 self.interruption.safe_point()  # a signal may have come meanwhile

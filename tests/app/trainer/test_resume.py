@@ -382,3 +382,19 @@ def test_the_signal_may_reach_a_rank_while_it_saves_because_of_another_rank_s(
         STOP_RANKS="0",
     )
     assert stopped == ["latest", "step1"]
+
+
+@pytest.mark.slow
+def test_checkpoints_by_the_clock(inputs, tmp_path):
+    """Every step takes longer than a millionth of a minute; the last one always writes one."""
+    flags = [flag for flag in inputs if not flag.startswith("--reward")]
+    flags += ["--fsdp", "--train_batch_size=8", "--max_tokens_per_microbatch=128", "--max_steps=3"]
+    runs = [
+        ([*flags, f"--save_minutes={minutes}", "--no_async_save"], tmp_path / minutes)
+        for minutes in ("1e-6", "1000")
+    ]
+    train_in_turn("train_sft", 2, runs)
+    saved = [
+        sorted(path.name for path in (folder / "checkpoints").glob("step*")) for _, folder in runs
+    ]
+    assert saved == [["step1", "step2", "step3"], ["step3"]]
