@@ -25,6 +25,7 @@ from lightrft.app.trainer.tasks.reward_model import term_of_pairs, term_of_steps
 from lightrft.app.trainer.tasks.sft import term_of_tokens
 from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
+from lightrft.config.paths import check_paths
 from lightrft.config.sections import REFERENCE_FREE, Config
 from lightrft.data.duplicates import warn_of_learned_rows
 from lightrft.data.preferences import load_answers, load_pairs
@@ -147,11 +148,10 @@ def generated_evaluation(config: Config) -> Config | None:
     Chat template and length of prompts are those of the run unless they are given. Raises
     ConfigError for what `lightrft evaluate` would refuse.
     """
-    flags = shlex.split(config.train.eval_generate)
-    if not flags:
-        return None
-
     try:
+        flags = shlex.split(config.train.eval_generate)
+        if not flags:
+            return None
         own = parse(flags if flags[0].startswith("-") else ["--config", *flags], "evaluate")
         for name in OF_PROMPTS - own.data.written:
             own.data.put(name, getattr(config.data, name))
@@ -161,8 +161,9 @@ def generated_evaluation(config: Config) -> Config | None:
         own = replace(own, model=replace(config.model), strategy=replace(config.strategy))
         for section in (own.model, own.strategy):
             section.written.clear()  # not written for this evaluation
+        check_paths(own, "evaluate")
         return prepare_config("evaluate", own)
-    except ConfigError as error:
+    except ValueError as error:
         raise ConfigError(f"--eval_generate {config.train.eval_generate}: {error}") from error
 
 

@@ -36,14 +36,24 @@ def main(argv: list[str] | None = None) -> None:
     if not (options.write or options.pairs):
         commands.error("nothing to write: name a file with --write or --pairs")
 
+    if options.per_prompt < 0:
+        commands.error(f"--per_prompt {options.per_prompt}: write a number of responses, or 0")
     try:
         low, high = map(float, options.rate.split(".."))
     except ValueError:
+        low = high = math.nan
+    if not 0 <= low <= high <= 1:
         commands.error(f"--rate {options.rate}: write two numbers, such as 0.05..0.95")
+
+    folder = options.folder
+    file = next((folder / name for name in FILES if (folder / name).exists()), folder)
+    files = [path.resolve() for path in (file, options.write, options.pairs) if path]
+    if len({*files}) < len(files):
+        commands.error(f"--write and --pairs need files of their own, other than {file}")
     try:
-        every = read_responses(options.folder)
+        every = read_responses(file)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        commands.error(f"{options.folder} has no responses with rewards: {error}")
+        commands.error(f"{folder} has no responses with rewards: {error}")
     groups = [group for group in every if low <= solve_rate(group) <= high]
 
     rate = f"a share of right responses within {options.rate}"
@@ -55,15 +65,17 @@ def main(argv: list[str] | None = None) -> None:
         _write(options.pairs, [pair for group in groups for pair in pairs(group)])
 
 
-def read_responses(folder: Path) -> list[list[Row]]:
-    """Return the responses to each prompt, in the order of the file."""
-    file = next((folder / name for name in FILES if (folder / name).exists()), folder)
+def read_responses(file: Path) -> list[list[Row]]:
+    """Return the responses to each prompt, in the order of the file.
+
+    Those without a reward, which is null in the file, are left out.
+    """
     groups: dict[str, list[Row]] = defaultdict(list)
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if not math.isfinite(row["reward"]):
-            continue
-        groups[json.dumps([row.get("set"), row.get("input"), row["prompt"]])].append(row)
+    with file.open(encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            if row["reward"] is not None and math.isfinite(row["reward"]):
+                key = json.dumps([row.get("set"), row.get("input"), row["prompt"]])
+                groups[key].append(row)
     return [*groups.values()]
 
 
@@ -88,7 +100,7 @@ def chosen_responses(group: list[Row], options: Any) -> list[Row]:
         for row in rows:
             first.setdefault(" ".join(row["response"].split()), row)
         rows = [*first.values()]
-    return rows[: max(options.per_prompt, 0) or None]
+    return rows[: options.per_prompt or None]
 
 
 def example(row: Row) -> Row:
@@ -138,6 +150,7 @@ def _is_right(row: Row) -> bool:
 
 
 def _write(path: Path, rows: list[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )

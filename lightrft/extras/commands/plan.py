@@ -118,7 +118,8 @@ def dry_run(config: Config, command: str) -> int:
     """Print the plan of the processes that have been started, on one of them; see show_plan().
 
     Without an accelerator whose peaks are known it is an h100. Raise ConfigError for a
-    process that no launcher has started as a rank, and that would run alone.
+    process that no launcher has started as a rank, and that would run alone, and for what
+    --eval_generate cannot run.
     """
     from lightrft.models.launch.rendezvous import (
         adopt_slurm,
@@ -140,6 +141,10 @@ def dry_run(config: Config, command: str) -> int:
         config, command, ranks, device, ranks_per_node=ranks_per_node(os.environ) or ranks
     )
     show_data(config, command)
+    if config.train.eval_generate:
+        from lightrft.app.trainer.build_supervised import generated_evaluation
+
+        generated_evaluation(config)
     return code
 
 

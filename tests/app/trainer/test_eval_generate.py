@@ -9,6 +9,7 @@ from app.trainer.in_turn import train_and_resume, train_in_turn
 from lightrft.app.trainer.build_supervised import generated_evaluation
 from lightrft.app.trainer.run import run
 from lightrft.config import Config, ConfigError, parse
+from lightrft.extras.commands.plan import dry_run
 from ranks import run_ranks
 from runs import prepare, repeatable
 
@@ -99,7 +100,7 @@ def test_pairs_have_their_loss_and_the_answers(inputs, tmp_path):
 
 def test_a_file_of_an_evaluation_and_what_cannot_be_read(tmp_path):
     file = tmp_path / "eval.yaml"
-    file.write_text("eval_data: gsm8k=gsm8k.jsonl\ngenerate_max_len: 7\n")
+    file.write_text(f"eval_data: gsm8k={tmp_path}/gsm8k.jsonl\ngenerate_max_len: 7\n")
     Path(tmp_path / "gsm8k.jsonl").write_text("")
     config = Config.of(pretrain="some/model", eval_generate=str(file), apply_chat_template=True)
     found = generated_evaluation(config)
@@ -107,6 +108,20 @@ def test_a_file_of_an_evaluation_and_what_cannot_be_read(tmp_path):
     assert found.engine.engine_type == "hf" and found.model.pretrain == "some/model"
 
     assert generated_evaluation(Config.of(pretrain="some/model")) is None
-    config = Config.of(pretrain="some/model", eval_generate="--eval_dat x")
-    with pytest.raises(ConfigError, match="--eval_generate --eval_dat x: unknown flag --eval_dat"):
-        generated_evaluation(config)
+    for flags, problem in {
+        "--eval_dat x": "unknown flag --eval_dat",
+        "--eval_data 'x": "No closing quotation",
+        "--eval_data nowhere.jsonl --reward math": "nowhere.jsonl: neither an existing file",
+    }.items():
+        config = Config.of(pretrain="some/model", eval_generate=flags)
+        with pytest.raises(ConfigError, match=f"(?s)--eval_generate {flags}: .*{problem}"):
+            generated_evaluation(config)
+
+
+def test_a_dry_run_checks_the_flags_of_the_evaluation(inputs, tmp_path):
+    flags = [*inputs[0], "--eval_generate=--eval_data nowhere.jsonl", "--dry_run"]
+    config = parse([*flags, f"--save_path={tmp_path}"], "train_sft")
+    with pytest.raises(
+        ConfigError, match="(?s)--eval_generate .*neither an existing file or folder"
+    ):
+        dry_run(config, "train_sft")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lightrft.app.observe.sinks import encode_row
 from lightrft.config import DataSection, PreferenceSection
 from lightrft.data.conversations import load_examples
 from lightrft.data.preferences import load_pairs
@@ -53,8 +54,7 @@ def evaluation(tmp_path):
         response("d", "five", 0.0, sample=1, input=CHAT, messages=TURNS[-1:], tools=TOOLS),
         response("e", "nobody knows", float("nan"), input="E"),
     ]
-    lines = [json.dumps(row) for row in rows]
-    (tmp_path / "responses.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "responses.jsonl").write_bytes(b"".join(map(encode_row, rows)))
     return tmp_path
 
 
@@ -118,12 +118,32 @@ def test_trainers_read_the_files(evaluation):
     [
         ([], "nothing to write: name a file with --write or --pairs"),
         (["--write=x", "--rate=half"], "--rate half: write two numbers, such as 0.05..0.95"),
+        (["--write=x", "--rate=5..95"], "--rate 5..95: write two numbers, such as 0.05..0.95"),
+        (["--write=x", "--per_prompt=-1"], "--per_prompt -1: write a number of responses, or 0"),
+        (["--write=x", "--pairs=x"], "--write and --pairs need files of their own"),
     ],
 )
 def test_what_cannot_be_done_is_said(evaluation, flags, message, capsys):
     with pytest.raises(SystemExit):
         main([str(evaluation), *flags])
     assert message in capsys.readouterr().err
+
+
+def test_the_evaluation_is_not_overwritten(evaluation, capsys):
+    file = evaluation / "responses.jsonl"
+    before = file.read_bytes()
+    with pytest.raises(SystemExit):
+        main([str(evaluation), f"--pairs={evaluation}/../{evaluation.name}/responses.jsonl"])
+    assert f"files of their own, other than {file}" in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
+def test_separators_of_lines_within_a_text_are_kept(tmp_path):
+    row = response("a", "one\u2028two\x85three\r\nfour", 1.0, input="A")
+    (tmp_path / "responses.jsonl").write_bytes(encode_row(row))
+    written = tmp_path / "new" / "rows.jsonl"
+    main([str(tmp_path), "--write", str(written)])
+    assert json.loads(written.read_text()) == {"input": "A", "output": row["response"]}
 
 
 def test_a_folder_without_responses_is_named(tmp_path, capsys):
