@@ -193,14 +193,17 @@ class MeasuredObjective(PolicyObjective):
 class WithObservations(MeasuredObjective):
     """Adds the negative log-likelihood of observations, times their weights.
 
-    The policy learns what its environment answers. ECHO, arXiv 2605.24517.
+    The policy learns what its environment answers, but for tokens that it never samples. ECHO,
+    arXiv 2605.24517.
     """
 
     def __call__(self, values: Tensor, batch: Experience, denominator: Denominator) -> Reported:
         loss, report = super().__call__(values, batch, denominator)
         weights = getattr(batch, OBSERVATIONS)
-        surprise = torch.where(weights > 0, -(values if values.ndim == 1 else values[:, 0]), 0.0)
-        report["train/observation_loss"] = Weighted(surprise.detach(), weights > 0)
+        logprobs = values if values.ndim == 1 else values[:, 0]
+        observed = (weights > 0) & logprobs.isfinite()
+        surprise = torch.where(observed, -logprobs, 0.0)
+        report["train/observation_loss"] = Weighted(surprise.detach(), observed)
         return loss + (weights * surprise).sum(), report
 
 

@@ -93,8 +93,7 @@ def _missing_packages(config: Config, command: str) -> Iterator[str]:
         for flag, package in NEEDED_PACKAGES["flags"].items()
     ]
     named = [("strategy", strategy_name(config.strategy)), ("engine_type", run.engine_type)]
-    named += [("optimizer", run.optimizer)]
-    named += [("report_to", name) for name in run.trackers]
+    named += [("optimizer", run.optimizer), *(("report_to", name) for name in run.trackers)]
     needs += [(flag, name, NEEDED_PACKAGES["names"].get(name)) for flag, name in named]
     for name in run.rewards:
         address = run.judge_url if name == references.JUDGE else name

@@ -99,9 +99,8 @@ def _gpqa(row: dict[str, Any]) -> tuple[str, str]:
 
 def _truthfulqa(row: dict[str, Any]) -> tuple[str, str]:
     targets = row["mc1_targets"]
-    right, *wrong = sorted(
-        targets["choices"], key=lambda each: not targets["labels"][targets["choices"].index(each)]
-    )
+    ranked = sorted(zip(targets["labels"], targets["choices"], strict=True), reverse=True)
+    right, *wrong = (choice for _, choice in ranked)
     return _shuffled(_text(row, "question"), right, *wrong[: len(LETTERS) - 1])
 
 
@@ -158,20 +157,18 @@ def _listed(question: str, options: list[str], index: int) -> tuple[str, str]:
 
 READERS = {
     "gsm8k": _gsm8k,
-    "gsm_symbolic": _gsm8k,
     "math500": _math500,
-    "amc": _math500,
     "hendrycks_math": _math,
     "aime": _aime,
     "gpqa": _gpqa,
     "truthfulqa": _truthfulqa,
     "mmlu": _mmlu,
-    "mmlu_pro": _mmlu,
     "arc": _arc,
     "humaneval": _humaneval,
     "mbpp": _mbpp,
 }
 benchmarks = {
-    name: Benchmark(READERS[name], **details) for name, details in table("data/benchmarks").items()
+    name: Benchmark(**details | {"read": READERS[details["read"]]})
+    for name, details in table("data/benchmarks").items()
 }
 """Name of a format -> the benchmark; docs/evaluation.md has its columns."""

@@ -13,7 +13,7 @@ from torch.autograd import grad
 from algorithms.flat import actor_logprobs, random_experience, step_denominator
 from lightrft.algorithms.objectives import Balanced, PtxObjective, ValueObjective, sft
 from lightrft.algorithms.policy_loss import policy_losses
-from lightrft.algorithms.terms import policy_objective
+from lightrft.algorithms.terms import OBSERVATIONS, policy_objective
 from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.core.batch import Batch, Experience
 from lightrft.core.losses import Denominator, reach_of
@@ -157,6 +157,21 @@ def test_entropy_bonus():
     )
     with pytest.raises(ValueError, match="needs entropy in the batch"):
         policy_objective(AlgorithmSection(entropy_coef=0.5))(values, experience(), DENOMINATOR)
+
+
+def test_observations_add_their_likelihood_but_for_tokens_that_are_never_sampled():
+    batch = experience()
+    batch.set_column(OBSERVATIONS, torch.tensor([0.0, 0.0, 0.0, 0.05, 0.0]))
+    section = AlgorithmSection(observation_coef=0.1)
+    loss, gradient, report = evaluate(section, batch, [0.0, -1.0, -2.0, -4.0, -0.5])
+    assert loss == pytest.approx(-1.0 + 0.05 * 4) and gradient[3] == pytest.approx(-0.05)
+    values, weight = report["train/observation_loss"]
+    assert values.tolist() == [0, 0, 0, 4, 0] and weight.tolist() == [False] * 3 + [True, False]
+
+    never = [0.0, -1.0, -2.0, -math.inf, -0.5]
+    loss, gradient, report = evaluate(section, batch, never)
+    assert loss == pytest.approx(-1.0) and gradient[3] == 0
+    assert not report["train/observation_loss"].weight.any()
 
 
 def test_weights_of_tokens():

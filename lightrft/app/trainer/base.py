@@ -287,11 +287,11 @@ class Trainer(ABC):
                     self.evaluate()
 
             self._report(number, last)
-            # Ranks wait for each other in each collective, so both travel in one.
+            # Ranks wait for each other in each collective, so all of it travels in one.
             minutes = (time.monotonic() - saved_at) / 60
             overdue = train.save_minutes is not None and minutes >= train.save_minutes
-            states = (self.interruption.received, digests, overdue)
-            of_ranks = self.strategy.mesh.world.gather(states)
+            state = self.interruption.received, digests, overdue
+            of_ranks = self.strategy.mesh.world.gather(state)
             signals, digests_of_ranks, overdue_of_ranks = zip(*of_ranks, strict=True)
             if self.digests is not None:
                 self.digests.write(number, digests_of_ranks)

@@ -34,7 +34,7 @@ from lightrft.app.run.run_folder import RunFolder
 from lightrft.app.trainer import build_data, build_roles
 from lightrft.app.trainer.base import TrainingData
 from lightrft.app.trainer.evaluation import evaluate_sets
-from lightrft.app.trainer.held_out import HeldOut
+from lightrft.app.trainer.held_out import HeldOut, measure_sets
 from lightrft.app.trainer.ppo import PPOTrainer, ReplayedStep
 from lightrft.app.trainer.tasks.sft import PtxLoss
 from lightrft.config import references, sections
@@ -175,7 +175,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         run_folder=run_folder,
         learning_step=learning_step,
         sampler=sampler,
-        eval_sets=eval_sets,
+        answer=partial(measure_sets, strategy, config.train.seed, eval_sets, sampler),
         items=items,
         ends=watch and watch.ends_run,
     )

@@ -35,10 +35,9 @@ from lightrft.models.load import head_names
 from lightrft.strategy.checkpoint.final_model import with_merged_pretrain
 from lightrft.strategy.strategy import StrategyBase
 
-OF_PROMPTS = {
-    *("apply_chat_template", "system_prompt", "chat_template_kwargs", "chat_template_date"),
-    "prompt_max_len",
-}
+OF_PROMPTS = set(
+    "apply_chat_template system_prompt chat_template_kwargs chat_template_date prompt_max_len".split()
+)
 """What prompts of --eval_generate have in common with the rows that are learned."""
 Learning = tuple[DistributedRole, Task, TrainingData]
 """The role that learns, the task it learns, and the data."""
@@ -152,12 +151,14 @@ def generated_evaluation(config: Config) -> Config | None:
         flags = shlex.split(config.train.eval_generate)
         if not flags:
             return None
+
         own = parse(flags if flags[0].startswith("-") else ["--config", *flags], "evaluate")
         for name in OF_PROMPTS - own.data.written:
             own.data.put(name, getattr(config.data, name))
         if "engine_type" not in own.engine.written:
             own.engine.put("engine_type", "hf")
         own.train.put("seed", config.train.seed)
+
         own = replace(own, model=replace(config.model), strategy=replace(config.strategy))
         for section in (own.model, own.strategy):
             section.written.clear()  # not written for this evaluation

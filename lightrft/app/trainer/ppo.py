@@ -1,9 +1,11 @@
 """PPO, GRPO and the like: generate samples, score them, estimate advantages, update."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
+
+from torch import nn
 
 from lightrft.algorithms.roles.policy import Policy
 from lightrft.algorithms.rollout.rollout import FixedBatch
@@ -11,7 +13,6 @@ from lightrft.algorithms.rollout.sampler import RunSampler
 from lightrft.app.observe.sinks import sample_rows
 from lightrft.app.run.interruption import Interrupted
 from lightrft.app.trainer.base import Trainer, TrainingData
-from lightrft.app.trainer.held_out import HeldOut, measure_sets
 from lightrft.config.sections import moves_reference
 from lightrft.core.batch import TrainingPlan
 from lightrft.core.groups import measure_samples
@@ -42,7 +43,8 @@ class PPOTrainer(Trainer):
     learning_step: Step
     """Generates and learns. The trainer adds what a run needs around learning."""
     sampler: RunSampler
-    eval_sets: Sequence[HeldOut] = ()
+    answer: Callable[[nn.Module, int, Metrics], None]
+    """Answers and scores the prompts of --eval_data after a step."""
     ends: Callable[[], bool] | None = None
     """Returns True if the step just done is the last one, on all ranks."""
 
@@ -126,8 +128,4 @@ class PPOTrainer(Trainer):
         return f"{where}, {done:,} of {len(responses):,} responses{rank}, {speed}"
 
     def evaluate(self) -> None:
-        seed = self.config.train.seed
-        actor = self.policy.actor
-        measure_sets(
-            self.strategy, seed, self.eval_sets, self.sampler, actor, self.done, self.metrics
-        )
+        self.answer(self.policy.actor, self.done, self.metrics)

@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         commands.error(f"{folder} has no responses with rewards: {error}")
     groups = [group for group in every if low <= solve_rate(group) <= high]
 
-    rate = f"a share of right responses within {options.rate}"
-    logger.info("{} of {} prompts have {}", len(groups), len(every), rate)
+    logger.info("{} of {} prompts are within --rate {}", len(groups), len(every), options.rate)
     if options.write:
         chosen = [chosen_responses(group, options) for group in groups]
         _write(options.write, [example(row) for rows in chosen for row in rows])
@@ -88,11 +87,11 @@ def solve_rate(group: list[Row]) -> float:
 def chosen_responses(group: list[Row], options: Any) -> list[Row]:
     """Return the responses to a prompt that --keep, --deduplicate and --per_prompt leave.
 
-    A truncated response has no end that could be learned.
+    Only whole ones can be learned.
     """
     best = max(row["reward"] for row in group)
     keeps = {"correct": _is_right, "best": lambda row: row["reward"] == best, "all": bool}
-    rows = [row for row in group if keeps[options.keep](row) and row["finish_reason"] != "length"]
+    rows = [row for row in group if keeps[options.keep](row) and _is_whole(row)]
     if options.shortest:
         rows.sort(key=lambda row: row["length"])
     if options.deduplicate:
@@ -117,9 +116,9 @@ def pairs(group: list[Row]) -> Iterable[Row]:
     Of all best and worst ones they are nearest in length.
     """
     rewards = [row["reward"] for row in group]
-    best = [row for row in group if row["reward"] == max(rewards)]
-    worst = [row for row in group if row["reward"] == min(rewards)]
-    if max(rewards) > min(rewards):
+    best = [row for row in group if row["reward"] == max(rewards) and _is_whole(row)]
+    worst = [row for row in group if row["reward"] == min(rewards) and _says_something(row)]
+    if best and worst and max(rewards) > min(rewards):
         chosen, rejected = min(
             product(best, worst), key=lambda pair: abs(pair[0]["length"] - pair[1]["length"])
         )
@@ -143,6 +142,15 @@ def _prompt_and_answer(row: Row) -> tuple[Any, Any]:
 
 def _others(row: Row) -> Row:
     return {name: row[name] for name in OTHERS if row.get(name)}
+
+
+def _is_whole(row: Row) -> bool:
+    """Return False for a truncated response, which has no end, and for an empty one."""
+    return row["finish_reason"] != "length" and _says_something(row)
+
+
+def _says_something(row: Row) -> bool:
+    return bool(row["response"].strip() or row.get("messages"))
 
 
 def _is_right(row: Row) -> bool:

@@ -50,6 +50,8 @@ def evaluation(tmp_path):
         response("b", "wrong", 0.0, input="B"),
         response("b", "wrong again", 0.2, sample=1, input="B"),
         response("c", "cut", 1.0, end="length", input="C"),
+        response("c", " ", 1.0, sample=1, input="C"),
+        response("c", "", 0.0, sample=2, input="C"),
         response("d", "four", 1.0, input=CHAT, messages=TURNS, tools=TOOLS),
         response("d", "five", 0.0, sample=1, input=CHAT, messages=TURNS[-1:], tools=TOOLS),
         response("e", "nobody knows", float("nan"), input="E"),
