@@ -39,6 +39,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.engine.vllm": "vllm",
     "lightrft.extras.exact.vllm": "vllm",
     "lightrft.models.four_bits.bitsandbytes": "bitsandbytes",
+    "lightrft.strategy.backends.bitsandbytes": "bitsandbytes",
     "lightrft.models.peft": "peft",
     "lightrft.models.logits.triton": "triton",
     "lightrft.algorithms.roles.endpoint": "httpx",

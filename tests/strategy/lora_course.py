@@ -18,8 +18,8 @@ from strategy.training import SHARES, load, rows, share_of_loss, snapshot, token
 LORA = {
     "lora_rank": 4,
     "lora_alpha": 4.0,
-    "lora_rank_pattern": '{"down_proj": 2}',
-    "lora_alpha_pattern": '{"layers.1.self_attn.q_proj": 8}',
+    "lora_rank_pattern": '{"down_proj": 8}',
+    "lora_alpha_pattern": '{"layers.1.self_attn.q_proj": 2}',
     "rslora": True,
     "lora_init": "gaussian",
     "lora_lr_ratio": 2.0,
@@ -41,8 +41,8 @@ def peft_model(folder: str, section: dict[str, Any] = LORA) -> PeftModel:
     config = LoraConfig(
         r=section["lora_rank"],
         lora_alpha=section["lora_alpha"],
-        rank_pattern={"down_proj": 2},
-        alpha_pattern={"layers.1.self_attn.q_proj": 8},
+        rank_pattern={"down_proj": 8},
+        alpha_pattern={"layers.1.self_attn.q_proj": 2},
         use_rslora=section["rslora"],
         target_modules=targets,
         task_type="CAUSAL_LM",

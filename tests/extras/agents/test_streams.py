@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 
+import httpx
 import pytest
 
 from lightrft.core.samples import Completion, Prompt, Sample
@@ -99,7 +100,10 @@ def address():
         app = application(sessions, EndpointModel("m", 4000, {}))
         rank = threading.Thread(target=play, args=(player, sessions, ended))
         rank.start()
-        yield start_answering(app, listening("127.0.0.1", 0))
+        begun = start_answering(app, listening("127.0.0.1", 0))
+        # The server's thread makes loggers when it starts, and pytest goes through all of them.
+        httpx.get(begun)
+        yield begun
         ended.set()
         rank.join()
         player.episodes.close()
