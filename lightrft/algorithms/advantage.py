@@ -80,8 +80,7 @@ def prpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
 
     Rewards of different prompts have to be comparable. The estimator prpo of rLLM.
     """
-    rewards = rewards.double()
-    return (rewards - rewards.mean()) / (batch_std(rewards) + eps)
+    return (rewards.double() - rewards.mean(dtype=torch.float64)) / (batch_std(rewards) + eps)
 
 
 @estimators.register("maxrl")

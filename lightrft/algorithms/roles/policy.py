@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lightrft.algorithms.roles.policy_methods import PolicyMethods
 from lightrft.algorithms.roles.role import DistributedRole
-from lightrft.algorithms.terms import OBSERVATIONS
 from lightrft.config.sections import AlgorithmSection
 from lightrft.core.batch import Batch, Rows
 from lightrft.core.losses import Reported
@@ -127,15 +126,11 @@ class Policy(DistributedRole, PolicyMethods):
     def forward(self, batch: Batch, gradients: LocalGradients | None = None) -> Reported:
         """Return log-probs of learned tokens [T], 0 elsewhere; store the entropy in the batch.
 
-        If the batch has `candidates` [T, K], the log-probs are [T, 1 + K]. Observations with a weight
-        in the loss have log-probs too.
+        If the batch has `candidates` [T, K], the log-probs are [T, 1 + K].
         """
         targets = batch.input_ids
         if batch.candidates is not None:
             targets = torch.cat([targets[:, None], batch.candidates], dim=1)
-        if OBSERVATIONS in batch.extra_columns:
-            predicted = batch.loss_mask | (getattr(batch, OBSERVATIONS) > 0)
-            batch.learned = predicted.nonzero()[:, 0].cpu()
         read = TokenLogprobs(targets=targets, gradients=gradients)
         logprobs, batch.entropy = self.actor(batch, self.temperature, self.truncation, read)
         return logprobs, {"train/entropy": batch.entropy.detach()}

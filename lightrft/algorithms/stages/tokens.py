@@ -1,6 +1,7 @@
 """Choose the tokens that the loss treats differently, in each optimizer step over all ranks."""
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,19 @@ class SelectedTokens(Stage):
         )
 
 
+class WithPredictedObservations(Experience):
+    """Experience whose observations with a weight have log-probs in training too.
+
+    A micro-batch finds them on the host, before it is copied to the device.
+    """
+
+    @property
+    def learned_tokens(self) -> Tensor:
+        if self.learned is not None:
+            return self.learned
+        return (self.loss_mask | (getattr(self, OBSERVATIONS) > 0)).nonzero()[:, 0].cpu()
+
+
 class LearnedObservations(Stage):
     """Weights the observations of episodes for a loss of their own (--observation_coef).
 
@@ -66,15 +80,16 @@ class LearnedObservations(Stage):
         experience = plan.experience
         learned = F.pad(experience.loss_mask.cumsum(0), (1, 0))
         before = learned[experience.offsets[:-1]][experience.sequence_ids]
-        observed = ((learned[1:] > before) & ~experience.loss_mask).float()
+        weights = ((learned[1:] > before) & ~experience.loss_mask).float()
 
-        weights = torch.zeros_like(observed)
         for minibatch in plan.minibatches:
             rows = torch.tensor([row for members in minibatch for row in members]).long()
             tokens = token_index(experience.offsets, rows)
-            count = self.total(observed[tokens].sum())
-            weights[tokens] = observed[tokens] * self.coefficient / count.clamp(min=1)
+            count = self.total(weights[tokens].sum())
+            weights[tokens] *= self.coefficient / count.clamp(min=1)
         experience.set_column(OBSERVATIONS, weights)
+        columns = {each.name: getattr(experience, each.name) for each in fields(experience)}
+        plan.experience = WithPredictedObservations(**columns)
 
 
 def of_steps(plan: TrainingPlan, choose: Callable[[Experience], Tensor]) -> Tensor:

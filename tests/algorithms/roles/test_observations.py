@@ -45,6 +45,7 @@ def learned(folder: str, mbs: int):
     plan = TrainingPlan(flat, [members])
     LearnedObservations(COEFFICIENT, made.data.sum)(plan, Metrics())
 
+    flat = plan.experience
     objective = policy_objective(AlgorithmSection(observation_coef=COEFFICIENT))
     metrics = Metrics()
     term = LossTerm(flat, members, objective, policy.denominator(flat, members))

@@ -76,6 +76,8 @@ def test_what_the_course_depends_on_may_not_change(name, value, says):
     [
         ("pretrain", "other"),
         ("lora_alpha", 4.0),
+        ("lora_rank_pattern", '{"q_proj": 2}'),
+        ("lora_alpha_pattern", '{"q_proj": 2}'),
         ("rslora", True),
         ("lora_lr_ratio", 2.0),
         ("target_modules", ["q_proj"]),
